@@ -36,7 +36,7 @@ def main() -> None:
     rank, seeds = options.rank or options.width // 12, range(1, options.seeds + 1)
     reducers = {0: Fp32Reducer, rank: partial(PowerSGD, PowerSGDConfig(rank=rank))}
     grid = {r: {"reducer": reducer} for r, reducer in reducers.items()}
-    sweep = Sweep(replicas.trial, grid, seeds, width=options.width, steps=options.steps).run(options.folder)
+    sweep = Sweep(options.folder, replicas.trial, grid, seeds, width=options.width, steps=options.steps)
     plain, compressed = (runs.losses(LAST_UPDATES).tolist() for runs in sweep.runs.values())
     print(f"torch {torch.__version__}; width {options.width}, rank {rank}, {options.steps} updates")
     print(f"{'seed':8}{'uncompressed':>14}{'compressed':>12}{'change':>9}")

@@ -107,7 +107,7 @@ def written_bytes(counters: Path = Path("/proc/self/io")) -> int:
 def bandwidth(folder: Path, quick: bool) -> Finding:
     """Compare counted bytes with our formula and the paper's."""
     machines, ranks, d = ((1,), (8,), 256) if quick else ((1, 2, 4), (16, 32, 64), 256)
-    sweep = Sweep(trial, {m: {"shards": m, "ranks": ranks} for m in machines}, width=d, depth=2).run(folder)
+    sweep = Sweep(folder, trial, {m: {"shards": m, "ranks": ranks} for m in machines}, width=d, depth=2)
     rows, worst = [], 0.0
     for m, runs in sweep.runs.items():
         (sent,) = runs.results

@@ -86,7 +86,7 @@ def dion(folder: Path, quick: bool) -> Finding:
             grid[name, r] = {"reducer": reducer, "optimizer": optimizer}
             if name == "Dion":
                 grid[name, r]["clip_norm"] = None  # all its updates have the same norm
-    sweep = Sweep(replicas.trial, grid, seeds, steps=steps, width=96).run(folder)
+    sweep = Sweep(folder, replicas.trial, grid, seeds, steps=steps, width=96)
     loss = {label: float(runs.losses().mean()) for label, runs in sweep.runs.items()}
     reference = min((("AdamW", "-"), ("Muon", "-")), key=lambda label: loss[label])
     noise = deviation(sweep.runs[reference].losses())

@@ -70,7 +70,7 @@ def switchback_accuracy(folder: Path, quick: bool) -> Finding:
     seeds, steps, batch, sizes = (range(1), 8, 32, (16, 32)) if quick else (range(4), 400, 128, (64, 256, 1_024))
     grid: dict[str, dict[str, Any]] = {"bf16": {"precision": Bf16(), "batches": sizes}}
     grid |= {kind: {"precision": precision} for kind, precision in INT8.items()}
-    sweep = Sweep(int8_trial, grid, seeds, steps=steps, batch=batch, lr=2e-3).run(folder)
+    sweep = Sweep(folder, int8_trial, grid, seeds, steps=steps, batch=batch, lr=2e-3)
     bf16 = sweep.runs["bf16"]
     noise = 2 * deviation(bf16.values("accuracy")) / len(seeds) ** 0.5
     switchback, llm_int8 = ((sweep.runs[kind].values("accuracy") - bf16.values("accuracy")).mean() for kind in INT8)
@@ -137,7 +137,7 @@ def fp8_layerscale(folder: Path, quick: bool) -> Finding:
         "fp32, layer-scale": {"layer_scale": True},
         "float8, layer-scale": {**float8, "layer_scale": True},
     }
-    sweep = Sweep(float8_trial, grid, seeds, steps=steps, depth=depth, batch=64, lr=4e-3).run(folder)
+    sweep = Sweep(folder, float8_trial, grid, seeds, steps=steps, depth=depth, batch=64, lr=4e-3)
     losses = {kind: runs.losses() for kind, runs in sweep.runs.items()}
     gap = losses["float8"].mean() - losses["fp32"].mean()
     scaled_gap = losses["float8, layer-scale"].mean() - losses["fp32, layer-scale"].mean()
@@ -197,7 +197,7 @@ def quantization_variance(folder: Path, quick: bool) -> Finding:
     """
     kinds, lengths = ("uniform", "normal"), [4**n for n in range(3, 6 if quick else 9)]
     grid = {(kind, k): {"kind": kind, "length": k} for kind in kinds for k in lengths}
-    sweep = Sweep(inner_product_trial, grid, range(1 if quick else 5), vectors=256).run(folder)
+    sweep = Sweep(folder, inner_product_trial, grid, range(1 if quick else 5), vectors=256)
 
     measured, expected = (
         {label: runs.mean(key) for label, runs in sweep.runs.items()} for key in ("measured", "expected")

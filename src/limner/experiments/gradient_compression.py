@@ -49,7 +49,7 @@ def compression_rank(folder: Path, quick: bool) -> Finding:
     for w in widths:
         grid[w, "uncompressed"] = {"width": w, "reducer": Fp32Reducer}
         grid |= {(w, r): {"width": w, "reducer": partial(PowerSGD, PowerSGDConfig(rank=r))} for r in ranks[w]}
-    sweep = Sweep(replicas.trial, grid, range(1, 2 if quick else 4), steps=10 if quick else 200).run(folder)
+    sweep = Sweep(folder, replicas.trial, grid, range(1, 2 if quick else 4), steps=10 if quick else 200)
     rows, curves, smallest = [], {}, {}
     for w in widths:
         plain = sweep.runs[w, "uncompressed"]
@@ -124,7 +124,7 @@ def fixed_q(folder: Path, quick: bool) -> Finding:
     for r in ranks:
         for kind in ("fixed", "warm start", "redrawn"):
             grid[kind, r] = {"reducer": partial(PowerSGDWithQ, PowerSGDConfig(rank=r), kind)}
-    sweep = Sweep(fixed_q_trial, grid, seeds, steps=steps, width=96).run(folder)
+    sweep = Sweep(folder, fixed_q_trial, grid, seeds, steps=steps, width=96)
     plain = sweep.runs["uncompressed", "-"]
     noise = deviation(plain.losses())
     cost = {label: float((runs.losses() - plain.losses()).mean()) for label, runs in sweep.runs.items()}
@@ -233,10 +233,10 @@ def householder(folder: Path, quick: bool) -> Finding:
     """
     seeds, digits = range(1, 2 if quick else 5), (0, 4, None) if quick else (*range(9), None)
     labels = {(method, form): {"method": method, "form": form} for method in METHODS for form in FORMATS}
-    products = Sweep(orthonormality, labels, seeds, digits=digits).run(folder)
+    products = Sweep(folder, orthonormality, labels, seeds, digits=digits)
     reducers = {method: partial(PowerSGDByMethod, PowerSGDConfig(rank=24), method) for method in METHODS}
     grid = {name: {"reducer": reducer} for name, reducer in {"uncompressed": Fp32Reducer, **reducers}.items()}
-    trained = Sweep(replicas.trial, grid, seeds, steps=10 if quick else 300, width=96).run(folder)
+    trained = Sweep(folder, replicas.trial, grid, seeds, steps=10 if quick else 300, width=96)
     worst = {label: [runs.values(f"10^{d}").max() for d in digits] for label, runs in products.runs.items()}
     final = {method: f"{runs.losses().mean():.4f}" for method, runs in trained.runs.items()}
     largest = max(max(worst[list(METHODS)[-1], form]) for form in FORMATS)

@@ -14,7 +14,7 @@ from limner.evaluation.report import Points, chart, chart_svg, save_page, table
 from limner.json_files import write_json
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """The outcome of an experiment.
 

@@ -82,7 +82,7 @@ def grad_scales(folder: Path, quick: bool) -> Finding:
         (form, "loss"): {"precision": narrow, "scaler": FastLossScaler},
         (form, "none"): {"precision": narrow},
     }
-    sweep = Sweep(grad_scales_trial, grid, seeds, steps=steps, depth=depth, batch=32, lr=2e-3).run(folder)
+    sweep = Sweep(folder, grad_scales_trial, grid, seeds, steps=steps, depth=depth, batch=32, lr=2e-3)
     fp32, per_block, single, _ = (runs.values("held_out") for runs in sweep.runs.values())
     history = sweep.runs[form, "per resblock"].values("scales")
     scales = history[:, -1].mean(0)
@@ -140,7 +140,7 @@ def sixteen_bit_moments(folder: Path, quick: bool) -> Finding:
     """
     seeds, steps, width = (range(1), 20, 64) if quick else (range(5), 800, 128)
     grid = {f"{bits} bits": {"bits": bits} for bits in (32, 16)}
-    sweep = Sweep(moments_trial, grid, seeds, steps=steps, width=width, batch=32, lr=3e-3).run(folder)
+    sweep = Sweep(folder, moments_trial, grid, seeds, steps=steps, width=width, batch=32, lr=3e-3)
     full, half = sweep.runs.values()
     losses = [(full.losses(), half.losses()), (full.values("held_out"), half.values("held_out"))]
     gap, held_out_gap = (b.mean() / a.mean() - 1 for a, b in losses)

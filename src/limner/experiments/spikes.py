@@ -108,7 +108,7 @@ def loss_spikes(folder: Path, quick: bool) -> Finding:
     )
     axes = {key: [kind(settings[key] / part) for part in parts] for key, kind in kinds.items()}
     grid = {(key, x, beta): {key: x, "beta2": beta} for key, values in axes.items() for x in values for beta in betas}
-    sweep = Sweep(trial, grid, seeds, **settings).run(folder, WORKERS)
+    sweep = Sweep(folder, trial, grid, seeds, **settings, workers=WORKERS)
     counts = {label: count_spikes(runs) for label, runs in sweep.runs.items()}
     by_axis = {key: [counts[key, value, betas[-1]] for value in values] for key, values in axes.items()}
     by_beta = [sum(count for (*_, beta), count in counts.items() if beta == b) for b in betas]
@@ -142,6 +142,12 @@ def pool(matches: Sequence[SpikeMatch]) -> SpikeMatch:
     return SpikeMatch(loss, rms, following, float(np.mean([match.covered for match in matches])))
 
 
+def match_rms(result: Result, tensor: str) -> SpikeMatch:
+    """Match the loss spikes of a run with the RMS spikes of a tensor."""
+    loss = np.array(result["loss"])
+    return spikes.match_spikes(loss, np.array(result["rms"][tensor])[: len(loss)], WINDOW)
+
+
 def patches_predict(patches: SpikeMatch, middle: SpikeMatch) -> bool | None:
     """Return True if RMS spikes of the patch embedding predict most loss spikes, beyond chance, and those of a middle
     layer do not. None with fewer than `MIN_SPIKES` loss spikes."""
@@ -162,21 +168,19 @@ def rms_predicts(folder: Path, quick: bool) -> Finding:
     an RMS spike is compared with the share of all steps that do, which is the chance level.
     """
     seeds, settings = (SEEDS[:1], QUICK) if quick else (SEEDS, {**SETTINGS, "steps": 2 * SETTINGS["steps"]})
-    sweep = Sweep(trial, {beta: {"beta2": beta} for beta in (0.95, 0.99, 0.999)}, seeds, **settings)
-    rows, matches = [], {PATCHES: [], MIDDLE: []}
-    half = sweep.common["steps"] // 2
-    for beta, runs in sweep.run(folder, WORKERS).runs.items():
-        for tensor, of_all in matches.items():
-            of_beta = [
-                spikes.match_spikes(np.array(r["loss"]), np.array(r["rms"][tensor])[: len(r["loss"])], WINDOW)
-                for r in runs.results
-            ]
-            of_all += of_beta
-            match = pool(of_beta)
-            highest = max(max(r["rms"][tensor][half:], default=1.0) for r in runs.results)
-            rows.append((beta, tensor, len(match.loss), len(match.rms), len(match.following),
-                         f"{match.covered:.1%}", f"{match.p_value:.2g}", f"{highest:.1f}"))  # fmt: skip
-    pooled = {tensor: pool(of_all) for tensor, of_all in matches.items()}
+    sweep = Sweep(folder, trial, {b: {"beta2": b} for b in (0.95, 0.99, 0.999)}, seeds, workers=WORKERS, **settings)
+    matches = {
+        (beta, tensor): pool([match_rms(result, tensor) for result in runs.results])
+        for beta, runs in sweep.runs.items()
+        for tensor in (PATCHES, MIDDLE)
+    }
+    rows = []
+    for (beta, tensor), match in matches.items():
+        rms_values = [result["rms"][tensor][settings["steps"] // 2 :] for result in sweep.runs[beta].results]
+        counts = len(match.loss), len(match.rms), len(match.following)
+        highest = max(max(values, default=1.0) for values in rms_values)
+        rows.append((beta, tensor, *counts, f"{match.covered:.1%}", f"{match.p_value:.2g}", f"{highest:.1f}"))
+    pooled = {t: pool([match for (_, tensor), match in matches.items() if tensor == t]) for t in (PATCHES, MIDDLE)}
     holds = patches_predict(*pooled.values())
     return Finding(
         holds=holds,
@@ -235,7 +239,7 @@ def stable_adamw(folder: Path, quick: bool) -> Finding:
     }  # fmt: skip
     seeds, betas, settings = (SEEDS[:1], (0.9, 0.99), QUICK) if quick else (SEEDS, (0.9, 0.99, 0.999), SETTINGS)
     grid = {(name, beta): {**method, "beta2": beta} for name, method in methods.items() for beta in betas}
-    sweep = Sweep(trial, grid, seeds, **settings).run(folder, WORKERS)
+    sweep = Sweep(folder, trial, grid, seeds, **settings, workers=WORKERS)
     at = 0.99  # beta2 of the left plot of Figure 5
     counts = {label: count_spikes(runs) for label, runs in sweep.runs.items()}
     accuracy = {label: runs.values("accuracy") for label, runs in sweep.runs.items()}

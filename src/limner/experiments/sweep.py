@@ -23,7 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -75,33 +75,29 @@ class Runs:
 
 
 class Sweep:
-    """Trials of each setting of a grid with each seed.
+    """Results of the trials of each setting of a grid with each seed. Trials whose results `folder` lacks run.
 
     Args:
         trial: runs in another process.
         grid: settings by label, the first cell of a row of the table or a tuple of its first cells.
         seeds: values of the argument `seed` of the trial; empty for a trial without this argument.
+        workers: trials at a time; None for one on each core.
         common: settings of all trials, which the grid may override.
 
     Attributes:
-        runs: by label, empty before `run`.
+        runs: by label.
         settings: seeds and settings of all trials.
     """
 
-    def __init__(self, trial: Trial, grid: Mapping[Any, Settings], seeds: Sequence[int] = (), **common: Any) -> None:
-        self.trial, self.grid, self.seeds, self.common = trial, grid, seeds, common
-        self.runs: dict[Any, Runs] = {}
+    def __init__(
+        self, folder: Path, trial: Trial, grid: Mapping[Any, Settings], seeds: Sequence[int] = (),
+        workers: int | None = None, **common: Any,
+    ) -> None:  # fmt: skip
         self.settings = {"seeds": list(seeds), **common} if seeds else common
-
-    def run(self, folder: Path, workers: int | None = None) -> Self:
-        """Run the trials whose results are not in `folder` yet, `workers` at a time, by default one on each core."""
-        cells = {label: {**self.common, **settings} for label, settings in self.grid.items()}
-        seeds = [{"seed": seed} for seed in self.seeds] or [{}]
-        results = iter(
-            run_trials(folder, self.trial, [cell | seed for cell in cells.values() for seed in seeds], workers)
-        )
-        self.runs = {label: Runs(label, cell, [next(results) for _ in seeds]) for label, cell in cells.items()}
-        return self
+        cells = {label: {**common, **settings} for label, settings in grid.items()}
+        each = [{"seed": seed} for seed in seeds] or [{}]
+        results = iter(run_trials(folder, trial, [cell | seed for cell in cells.values() for seed in each], workers))
+        self.runs = {label: Runs(label, cell, [next(results) for _ in each]) for label, cell in cells.items()}
 
     @property
     def curves(self) -> dict[str, Points]:
@@ -128,10 +124,7 @@ class Sweep:
             (*(label if isinstance(label, tuple) else (label,)), *(cell(runs) for cell in columns.values()))
             for label, runs in self.runs.items()
         ]
-        return Finding(
-            holds=holds, verdict=verdict, header=[*labels, *columns], rows=rows, curves=curves,
-            settings=self.settings | settings,
-        )  # fmt: skip
+        return Finding(holds, verdict, [*labels, *columns], rows, curves, self.settings | settings)
 
 
 def deviation(values: Float[np.ndarray, " S"]) -> float:

@@ -59,26 +59,27 @@ class LaunchEstimate:
     @property
     def within_seconds(self) -> float:
         """Time of the traffic within machines."""
-        return self._sent(across=False) / GPUS[self.cluster.gpu].intra_node_bandwidth
+        return self._sent[0] / GPUS[self.cluster.gpu].intra_node_bandwidth
 
     @property
     def between_seconds(self) -> float:
         """Time of the traffic between machines."""
-        return self._sent(across=True) / self.cluster.bandwidth
+        return self._sent[1] / self.cluster.bandwidth
 
     @property
     def seconds(self) -> float:
         return max(self.compute_seconds, self.within_seconds) + self.between_seconds
 
-    def _sent(self, across: bool) -> float:
-        """Return the bytes through a machine's link (`across`), or through a GPU's link within its machine."""
+    @property
+    def _sent(self) -> tuple[float, float]:
+        """Bytes through a GPU's link within its machine, and through the link of the machine."""
         launch, m = self.launch, min(self.cluster.per_machine, self.launch.gpus)
         shards = launch.sent["all-gather"] + launch.sent["reduce-scatter"]
+        within, between = (0, shards) if launch.shards > m else (shards, 0)
         replicas = launch.sent["all-reduce"]
-        crosses = launch.shards > m, launch.gpus > m  # rings of shards, rings of replicas
-        if across:
-            return shards * crosses[0] + replicas * min(launch.shards, m) * crosses[1]
-        return shards * (not crosses[0]) + replicas * (not crosses[1])
+        if launch.gpus > m:
+            return within, between + replicas * min(launch.shards, m)
+        return within + replicas, between
 
 
 def enumerate_launches(

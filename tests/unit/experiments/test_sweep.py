@@ -90,7 +90,7 @@ def test_a_sweep_tabulates_its_grid_over_seeds(monkeypatch, tmp_path):
 
     monkeypatch.setattr("limner.experiments.sweep.run_trials", fake)
     grid = {("a", 1): {"lr": 2.0}, ("b", "-"): {"lr": 4.0, "batch": 8}}
-    sweep = Sweep(trial, grid, (1, 3), steps=2, batch=4).run(tmp_path, 3)
+    sweep = Sweep(tmp_path, trial, grid, (1, 3), workers=3, steps=2, batch=4)
     assert ran[0] == {"steps": 2, "batch": 4, "lr": 2.0, "seed": 1} and ran[2]["batch"] == 8 and len(ran) == 4
     loss, curves = {"loss": lambda runs: span(runs.losses(1), ".0f")}, {"loss": sweep.curves}
     finding = sweep.finding(True, "It is so.", ("kind", "rank"), loss, curves, window=5)
@@ -104,7 +104,7 @@ def test_a_sweep_tabulates_its_grid_over_seeds(monkeypatch, tmp_path):
 def test_a_run_that_diverged_counts_with_its_highest_loss(monkeypatch, tmp_path):
     results = [{"loss": [1.0, 2.0, 4.0]}, {"loss": [5.0, math.nan]}]
     monkeypatch.setattr("limner.experiments.sweep.run_trials", lambda *_: results)
-    sweep = Sweep(trial, {"x": {}}, (0, 1), steps=3).run(tmp_path)
+    sweep = Sweep(tmp_path, trial, {"x": {}}, (0, 1), steps=3)
     assert sweep.runs["x"].losses(2).tolist() == [3.0, 5.0]
 
 
