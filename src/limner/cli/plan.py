@@ -102,7 +102,7 @@ def model_tables(name: str, layout: Launch, cluster: Cluster, candidates: int) -
     )
     counts = cost.count_parameters(c)
     totals = {"all": counts.total(), "effective, 12 n_layer d_model^2": cost.effective_parameters(c)}
-    yield render_table(("parameters", ""), [(kind, f"{n:,}") for kind, n in (counts | totals).items()])
+    yield render_table(("parameters", ""), [(kind, f"{n:,}") for kind, n in {**counts, **totals}.items()])
     (prefix, candidate), (_, dense) = cost.kv_cache(c), cost.kv_cache(c, dense=True)
     sizes = {
         "a caption's text, shared": prefix,
@@ -144,15 +144,14 @@ def layout_tables(layout: Launch, cluster: Cluster, rank: int | None) -> Iterabl
         ("per step", "", "checkpointed"),
         [("PFLOP, all GPUs", *(f"{n / 1e15:,.3g}" for n in flops)), ("GB read and written per GPU", *traffic)],
     )
+    sent = {
+        "within its machine": layout.sent["all-gather"] + layout.sent["reduce-scatter"],
+        "between machines": layout.sent["all-reduce"],
+    }
+    if packed.rank:
+        sent[f"the same, compressed to rank {packed.rank}"] = packed.sent["all-reduce"]
+    yield render_table(("a GPU sends, GB per step", ""), [(kind, _gb(n)) for kind, n in sent.items()])
     r, m = rank or cost.default_rank(c.width), layout.shards
-    yield render_table(
-        ("a GPU sends, GB per step", ""),
-        [
-            ("within its machine", _gb(layout.sent["all-gather"] + layout.sent["reduce-scatter"])),
-            ("between machines", _gb(layout.sent["all-reduce"])),
-            (f"the same, compressed to rank {r}", _gb(packed.sent["all-reduce"])),
-        ],
-    )
     yield (
         render_table(
             ("compression of a layer, values", "gradient shard", "P", "Q"),

@@ -62,7 +62,7 @@ class SimulatedReplicas(SingleProcess):
     def __init__(self, make: Callable[[], Fp32Reducer], count: int) -> None:
         super().__init__()
         self.reducers = [make() for _ in range(count)]
-        self.groups = [SimulatedGroup(self) for _ in range(count)]
+        self.groups = [SimulatedGroup(self) for _ in range(count)]  # pyright: ignore[reportArgumentType]
         self.outbox: list[Tensor] = []
         self.exchanged = torch.empty(0)
         self._replica = 0

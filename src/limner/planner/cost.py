@@ -66,7 +66,7 @@ def moment_bytes(optimizer: OptimizerConfig) -> tuple[float, ...]:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     counts, sizes = [0, 0, 0], [0, 0, 0]
-    groups = {p: int(p.ndim < 2) for p in model.blocks.parameters()}
+    groups: dict[torch.Tensor, int] = {p: int(p.ndim < 2) for p in model.blocks.parameters()}
     for part in optimizer.build(model):
         part.step()
         for p, state in part.state.items():
