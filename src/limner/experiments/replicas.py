@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from limner.training.parallel import SingleProcess
 from limner.training.train_module import Trainable
 
 
+@dataclass
 class SimulatedGroup(Replicas):
     """A simulated process group of one replica, whose `group` is the strategy."""
 
@@ -62,7 +63,7 @@ class SimulatedReplicas(SingleProcess):
     def __init__(self, make: Callable[[], Fp32Reducer], count: int) -> None:
         super().__init__()
         self.reducers = [make() for _ in range(count)]
-        self.groups = [SimulatedGroup(self) for _ in range(count)]  # pyright: ignore[reportArgumentType]
+        self.groups = [SimulatedGroup(self) for _ in range(count)]
         self.outbox: list[Tensor] = []
         self.exchanged = torch.empty(0)
         self._replica = 0
