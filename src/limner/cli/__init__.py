@@ -15,10 +15,10 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from limner import openmp
 from limner.errors import UserError, did_you_mean, escape_control
@@ -150,12 +150,19 @@ def validate_choice(name: str, options: Sequence[str], kind: str) -> str:
     raise UserError(f"unknown {kind} {name!r}: {did_you_mean(name, options)}")
 
 
-def run_subcommand(prog: str, commands: Mapping[str, Callable[[Sequence[str]], None]], argv: Sequence[str]) -> None:
-    """Run a subcommand; its docstring's first line is its help. Raises `UserError` if it is unknown."""
+def run_subcommand(prog: str, functions: Iterable[Callable[[Any], None]], argv: Sequence[str]) -> None:
+    """Run a subcommand: a function whose parameter `options` is annotated with the dataclass of its options.
+
+    Its name is that of the function, its help the function's docstring. Raises `UserError` if it is unknown.
+    """
+    from limner.cli.arguments import parse
+
+    commands = {function.__name__.replace("_", "-"): function for function in functions}
     if argv and argv[0] not in ("-h", "--help"):
-        commands[validate_choice(argv[0], list(commands), prog.split()[-1] + " command")](argv[1:])
+        name = validate_choice(argv[0], list(commands), prog.split()[-1] + " command")
+        commands[name](parse(get_type_hints(commands[name])["options"], argv[1:], f"{prog} {name}"))
         return
-    listed = _two_columns({name: (function.__doc__ or "").splitlines()[0] for name, function in commands.items()})
+    listed = _two_columns({name: function.__doc__ or "" for name, function in commands.items()})
     print(f"usage: {prog} COMMAND [OPTIONS]\n\n{listed}\n\nmore: {prog} COMMAND --help")
     if not argv:
         raise UserError(f"{prog} needs a command: {', '.join(commands)}")

@@ -13,18 +13,12 @@ from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import docstring_parser
 import tyro
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)  # fmt: skip
+from tyro import constructors
+from tyro.conf import arg
 
 from limner import compat
 from limner.config import settingless_variants, union_members, variant_name
@@ -33,21 +27,31 @@ from limner.validation import InvalidSetting, invalid_choice
 
 T = TypeVar("T")
 _TEMPORARY_SUFFIX = "x" * 18  # as long as what temporary names (`limner.atomic_io`) append
-_METAVARS = {  # of fields outside `limner.cli`
-    "out": "FOLDER", "bundle": "NAME|FOLDER", "start": "NAME|FOLDER", "background": "COLOR", "categories": "NAME ...",
-}  # fmt: skip
+# Of fields outside `limner.cli`.
+_METAVARS = {"bundle": "NAME|FOLDER", "start": "NAME|FOLDER", "background": "COLOR", "categories": "NAME ..."}
 _MAX_MESSAGE = 300  # characters of an error message, which quotes the arguments
 
+
+class Writable(NamedTuple):
+    """Mark of an option that names an output. `parse` checks the path by `check_writable`."""
+
+    kind: Literal["file", "PNG", "folder"]
+
+
+NewFolder = Annotated[Path, Writable("folder")]
+OutputFile = Annotated[Path | None, arg(aliases=("-o",)), Writable("file")]
+OutputPNG = Annotated[Path | None, arg(aliases=("-o",)), Writable("PNG")]
+
 _MARKERS = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
-_REGISTRY = ConstructorRegistry()
+_REGISTRY = constructors.ConstructorRegistry()
 
 
 @_REGISTRY.primitive_rule
-def _by_name(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+def _by_name(info: constructors.PrimitiveTypeInfo) -> constructors.PrimitiveConstructorSpec[Any] | None:
     """Parse a union of dataclasses without settings by name: `--prior.training.precision bf16`."""
     if not (names := settingless_variants(info.type)):
         return None
-    return PrimitiveConstructorSpec(
+    return constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="{" + ",".join(names) + "}",
         instance_from_str=lambda words: names[words[0]](),
@@ -58,25 +62,26 @@ def _by_name(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 
 
 @_REGISTRY.primitive_rule
-def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+def _optional(info: constructors.PrimitiveTypeInfo) -> constructors.PrimitiveConstructorSpec[Any] | None:
     """Parse `X | None`, where "None" gives None, and show only X in help: `INT` instead of `{None}|INT`."""
     if NoneType not in get_args(info.type) or tyro.conf.DisallowNone in info.markers:
         return None
-    spec: Any = ConstructorRegistry.get_primitive_spec(replace(info, markers=info.markers | {tyro.conf.DisallowNone}))
+    inner = replace(info, markers=info.markers | {tyro.conf.DisallowNone})
+    spec: Any = constructors.ConstructorRegistry.get_primitive_spec(inner)
     parse_words = spec.instance_from_str
     return replace(spec, instance_from_str=lambda words: None if words == ["None"] else parse_words(words))
 
 
 @_REGISTRY.primitive_rule
-def _path(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
+def _path(info: constructors.PrimitiveTypeInfo) -> constructors.PrimitiveConstructorSpec[Path] | None:
     """Parse a path, shown as FILE in help."""
     is_path, to_words = (lambda value: isinstance(value, Path)), (lambda value: [str(value)])
-    spec = PrimitiveConstructorSpec(1, "FILE", lambda words: Path(words[0]), is_path, to_words)
+    spec = constructors.PrimitiveConstructorSpec(1, "FILE", lambda words: Path(words[0]), is_path, to_words)
     return spec if info.type is Path else None
 
 
 @_REGISTRY.struct_rule
-def _with_help(info: StructTypeInfo) -> StructConstructorSpec | None:
+def _with_help(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
     """Parse a dataclass, with unwrapped help texts: tyro keeps the line breaks of docstrings."""
     if not is_dataclass(info.type):
         return None
@@ -86,11 +91,11 @@ def _with_help(info: StructTypeInfo) -> StructConstructorSpec | None:
         help_text = partial(help_of, info.type, setting.name, default)
         hint: Any = hints[setting.name]
         if setting.name in _METAVARS and get_origin(hint) is not Annotated:
-            hint = Annotated[hint, tyro.conf.arg(metavar=_METAVARS[setting.name])]
+            hint = Annotated[hint, arg(metavar=_METAVARS[setting.name])]
         if default is None or default == ():
-            hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=partial(_default_hint, help_text))]
-        specs.append(StructFieldSpec(setting.name, hint, default, help_text))
-    return StructConstructorSpec(instantiate=info.type, fields=tuple(specs))
+            hint = Annotated[hint, arg(help_behavior_hint=partial(_default_hint, help_text))]
+        specs.append(constructors.StructFieldSpec(setting.name, hint, default, help_text))
+    return constructors.StructConstructorSpec(instantiate=info.type, fields=tuple(specs))
 
 
 def default_of(setting: Field[Any], fallback: object = None) -> Any:
@@ -148,9 +153,15 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
 
     with compat.tyro_errors.on_parse_error(raise_user_error):
         try:
-            return tyro.cli(cls, args=list(argv), prog=prog, **options)
+            parsed: Any = tyro.cli(cls, args=list(argv), prog=prog, **options)
         except ValueError as error:  # raised by a dataclass with unprefixed options
             raise UserError(f"{_invalid_setting(error, cls) or error} (see `{prog} --help`)") from None
+    paths = {}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        for note in getattr(hint, "__metadata__", ()):
+            if isinstance(note, Writable) and (path := getattr(parsed, name)):
+                paths[name] = check_writable(path, note.kind)
+    return replace(parsed, **paths)
 
 
 def _select_variants(cls: type[T], default: T, argv: Sequence[str]) -> tuple[T, list[str], dict[str, list[str]]]:
@@ -200,10 +211,7 @@ def _unvalidated(kind: type, values: dict[str, Any]) -> Any:
 
 
 def pop_option(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the last value of an option, None without any, and the other arguments.
-
-    Raises `UserError` if a value is missing.
-    """
+    """Return the last value of an option, else None, and the other arguments. Raises `UserError` without a value."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(option, dest="value")
     try:
@@ -259,12 +267,13 @@ def _invalid_setting(error: BaseException | None, cls: type) -> str | None:
     return ".".join(filter(None, (path, error.name))).replace("_", "-") + " " + error.problem
 
 
-def check_writable(path: Path, folder: bool = False) -> Path:
+def check_writable(path: Path, kind: Literal["file", "PNG", "folder"] = "file") -> Path:
     """Check that a file or folder can be written, before the work starts. Return the path.
 
     A folder "." or one that ends in ".." becomes absolute. Raises `UserError` if the path is of another kind, too
-    long or not writable.
+    long or not writable, or if the name of a picture does not end in .png.
     """
+    folder = kind == "folder"
     if "\0" in str(path):
         raise UserError(f"{path} contains a zero byte: choose another name")
     if folder and path.name in ("", ".."):
@@ -284,11 +293,6 @@ def check_writable(path: Path, folder: bool = False) -> Path:
     except OSError as error:
         shown = str(path) if len(str(path)) <= 60 else f"{str(path)[:57]}..."
         raise UserError(f"{shown} cannot be written ({error.strerror}): choose another output path") from None
-    return path
-
-
-def check_writable_png(path: Path) -> Path:
-    """Check an output path like `check_writable`. Raises `UserError` also if the name does not end in .png."""
-    if check_writable(path).suffix.lower() != ".png":
+    if kind == "PNG" and path.suffix.lower() != ".png":
         raise UserError(f"pictures are PNG files: use the name {path.with_suffix('.png')}, not {path}")
     return path

@@ -6,14 +6,13 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import nan
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 from tyro.conf import arg
 
 from limner.cli import validate_choice
-from limner.cli.arguments import check_writable_png, parse
+from limner.cli.arguments import OutputPNG, parse
 from limner.errors import UserError, escape_control
 from limner.sampling.generation_config import CANDIDATES
 from limner.validation import Range, Validated
@@ -40,7 +39,7 @@ class BenchOptions(Validated):
     """Draw with compiled steps; the first run compiles for half a minute per line of the table."""
     rounds: Annotated[int, Range(1, 1_000)] = 3
     """Rounds that alternate sparse and dense; the table shows medians over rounds."""
-    plot: Annotated[Path | None, arg(aliases=("-o",))] = None
+    plot: OutputPNG = None
     """Also plot the cost over candidates and grids as a PNG (needs matplotlib)."""
 
 
@@ -53,7 +52,6 @@ def main(argv: Sequence[str]) -> None:
 
     validate_choice(options.size, list(SIZES), "size")
     if options.plot:
-        check_writable_png(options.plot)
         _pyplot()  # raises before any measurement
     import torch
 

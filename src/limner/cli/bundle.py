@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import check_writable, parse
+from limner.cli.arguments import NewFolder, parse
 from limner.errors import UserError, escape_control
 
 
@@ -20,7 +20,7 @@ class BundleOptions:
 
     source: Positional[str]
     """A run of `limner train`, or a bundle."""
-    out: Positional[Path]
+    out: Positional[NewFolder]
     """The new folder."""
     name: Annotated[str | None, arg(metavar="NAME")] = None
     """Name of the model; the name of the new folder by default."""
@@ -39,7 +39,6 @@ class BundleOptions:
 def main(argv: Sequence[str]) -> None:
     """Copy a bundle with another name or card, weights in 8 bits, or fewer codes."""
     options = parse(BundleOptions, argv, "limner bundle")
-    out = check_writable(options.out, folder=True)
     import torch
 
     from limner.json_files import read_json
@@ -55,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
         pipe = prune(pipe, codes)
     described: dict[str, Any] = {"about": options.about, "license": options.license}
     pipe.info |= {key: value for key, value in described.items() if value}
-    pipe.info["name"] = options.name or out.resolve().name
+    pipe.info["name"] = options.name or options.out.resolve().name
     scores = pipe.info.get("scores") or {}
     if options.scores and not isinstance(scores, dict):
         raise UserError(f"{options.source}: scores in config.json must be a JSON object: correct it or omit --scores")
@@ -66,6 +65,6 @@ def main(argv: Sequence[str]) -> None:
                 {key: part[key] for key in ("title", "rows", "settings")} for part in result.get("results", ())
             ]
         pipe.info["scores"] = scores = {**scores, path.stem: result}
-    pipe.save_pretrained(out, torch.int8 if options.bits == 8 else torch.float16)
-    size = sum(file.stat().st_size for file in out.iterdir())
+    pipe.save_pretrained(options.out, torch.int8 if options.bits == 8 else torch.float16)
+    size = sum(file.stat().st_size for file in options.out.iterdir())
     print(f"{escape_control(options.out)}: {escape_control(pipe.name)}, {size / 1e6:.1f} MB")

@@ -10,7 +10,7 @@ from typing import Annotated
 from tyro.conf import Positional
 
 from limner.cli import run_subcommand
-from limner.cli.arguments import check_writable, parse
+from limner.cli.arguments import NewFolder
 from limner.errors import escape_control
 from limner.validation import Range, Validated
 
@@ -27,7 +27,7 @@ class OpenAIDVAE(Validated):
     """File of the encoder."""
     decoder: Positional[Path]
     """File of the decoder."""
-    out: Positional[Path]
+    out: Positional[NewFolder]
     """New folder; `limner train` accepts it as --dvae.bundle, with any recipe."""
     size: Annotated[int, Range(1, 4_096)] = 256
     """Side of the pictures in pixels."""
@@ -35,13 +35,11 @@ class OpenAIDVAE(Validated):
 
 def main(argv: Sequence[str]) -> None:
     """Run a subcommand of `limner convert`."""
-    run_subcommand("limner convert", {"openai-dvae": openai_dvae}, argv)
+    run_subcommand("limner convert", [openai_dvae], argv)
 
 
-def openai_dvae(argv: Sequence[str]) -> None:
+def openai_dvae(options: OpenAIDVAE) -> None:
     """convert a dVAE of OpenAI's architecture"""
-    options = parse(OpenAIDVAE, argv, "limner convert openai-dvae")
-    check_writable(options.out, folder=True)
     from limner.bundles import save_dvae
     from limner.models.openai_dvae import from_openai, read
 

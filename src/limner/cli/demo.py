@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from tyro.conf import arg
+
 from limner import recipes
-from limner.cli.arguments import check_writable, parse
+from limner.cli.arguments import NewFolder, parse
 from limner.errors import escape_control
 from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.sampling.generation_config import CANDIDATES
@@ -25,7 +27,7 @@ class Demo(Validated):
     Training takes at most nine minutes: a slow machine takes fewer steps. After Ctrl-C the same command resumes.
     """
 
-    out: Path = Path("limner-demo")
+    out: Annotated[NewFolder, arg(metavar="FOLDER")] = Path("limner-demo")
     """Folder for data, models and report."""
     from_scratch: bool = False
     """Train the dVAE instead of using the bundled one; prints a time estimate first."""
@@ -48,7 +50,6 @@ class Demo(Validated):
 def main(argv: Sequence[str]) -> None:
     """Run the demo and print its results and output files."""
     options = parse(Demo, argv, "limner demo")
-    check_writable(options.out, folder=True)
     from limner.runs import demo
 
     result = demo.run(

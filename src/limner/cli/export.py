@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _onnx(options: Export) -> None:
     """Write a bundle with ONNX files, then compare drawings."""
-    out = check_writable(options.out, folder=True)
+    out = check_writable(options.out, "folder")
     import numpy as np
 
     from limner.export.compare import DRAWINGS, equal_tokens

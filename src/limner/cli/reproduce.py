@@ -10,7 +10,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from limner.cli import validate_choice
-from limner.cli.arguments import check_writable, parse
+from limner.cli.arguments import NewFolder, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Reproduce:
     """Name of the finding; `limner reproduce` without a name lists all."""
     quick: bool = False
     """Run a few short trials, which test the command but not the finding."""
-    output: Annotated[Path, arg(aliases=("-o",), metavar="FOLDER")] = Path("reproduced")
+    output: Annotated[NewFolder, arg(aliases=("-o",), metavar="FOLDER")] = Path("reproduced")
     """Folder for the page with table and curves, and for the trials."""
 
 
@@ -39,12 +39,11 @@ def main(argv: Sequence[str]) -> None:
         return
     options = parse(Reproduce, argv, "limner reproduce")
     name = validate_choice(options.name, tuple(EXPERIMENTS), "finding")
-    folder = check_writable(options.output, folder=True)
     experiment = load(name)
-    finding = experiment.reproduce(folder / "trials" / name, options.quick)
+    finding = experiment.reproduce(options.output / "trials" / name, options.quick)
     if options.quick:
         finding = replace(finding, holds=None)
-    page = finding.save(folder, name, experiment)
+    page = finding.save(options.output, name, experiment)
     print(finding.text(experiment))
     if options.quick:
         print("Quick trials only show that the command works; they do not test the finding.")

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional, arg
 
 from limner import recipes
-from limner.cli.arguments import check_writable, parse, pop_option
+from limner.cli.arguments import NewFolder, parse, pop_option
 from limner.config import load_json
 from limner.distributed import process_group
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
@@ -46,7 +45,7 @@ class Train(Validated):
 
     data: Positional[str]
     """A folder, a file or a glob (in quotes)."""
-    out: Path
+    out: Annotated[NewFolder, arg(metavar="FOLDER")]
     """Folder of the run."""
     recipe: Annotated[str, arg(help=_recipe_help(), metavar="NAME|FILE")]
     stages: tuple[Literal["dvae", "prior", "contrastive"], ...] = ()
@@ -77,7 +76,6 @@ def main(argv: Sequence[str]) -> None:
     settings = _with_pretrained_dvae(settings or recipes.get("scenes"), argv)
     default = Train(data=required, out=required, recipe=required, settings=settings)
     options = parse(Train, argv, "limner train", default)
-    check_writable(options.out, folder=True)
     dvae, prior, settings = options.settings.dvae, options.settings.prior, options.settings
     if options.grad_compression != "recipe":
         settings = replace(settings, prior=replace(prior, grad_compression_rank=None))

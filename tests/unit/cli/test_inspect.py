@@ -83,7 +83,7 @@ def test_a_folder_without_such_a_run_is_reported(run, capsys, tmp_path):
         assert main(["inspect", "precision", str(path)]) == 2
         return capsys.readouterr().err
 
-    assert "is not a folder" in says(tmp_path / "nothing")
+    assert "is not a run folder" in says(tmp_path / "nothing")
     assert "is not a run folder" in says(tmp_path)
     shutil.copytree(run, tmp_path / "run")
     for file in (tmp_path / "run").glob(f"*/{FILE}"):

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from icon_sets import SQUARE, archive
-from limner.cli.data.glyphs import main as glyphs_command
+from limner.cli.data import main as data_command
 from limner.data.open_source import open_source
 from limner.errors import UserError
 from limner.tasks import iconify
@@ -239,14 +239,14 @@ def test_the_command_takes_permissive_sets_and_says_what_it_left_out(tmp_path, c
     ]
     path = archive(tmp_path / "all.tgz", **{f"json__{data['prefix']}": data for data in sets})
     options = ["--styles", "1", "--size", "24"]
-    glyphs_command([str(tmp_path / "a"), str(path), *options])
+    data_command(["glyphs", str(tmp_path / "a"), str(path), *options])
     assert "skipped Three, whose license is CC-BY-SA-4.0" in (printed := capsys.readouterr().out)
     assert "2 subjects, 2 styles" in printed and "train 3" in printed
-    glyphs_command([str(tmp_path / "b"), str(path), "--all-licenses", *options])
+    data_command(["glyphs", str(tmp_path / "b"), str(path), "--all-licenses", *options])
     assert "2 subjects, 3 styles" in capsys.readouterr().out
-    glyphs_command([str(tmp_path / "c"), str(path), "--sets", "two", *options])
+    data_command(["glyphs", str(tmp_path / "c"), str(path), "--sets", "two", *options])
     assert "1 subjects, 1 styles" in capsys.readouterr().out
     with pytest.raises(UserError, match="no set 'tow' in these files: did you mean 'two'"):
-        glyphs_command([str(tmp_path / "d"), str(path), "--sets", "tow", *options])
+        data_command(["glyphs", str(tmp_path / "d"), str(path), "--sets", "tow", *options])
     with pytest.raises(UserError, match="needs files of icon sets"):
-        glyphs_command([str(tmp_path / "e")])
+        data_command(["glyphs", str(tmp_path / "e")])

@@ -7,21 +7,20 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from limner.cli import run_subcommand
-from limner.cli.arguments import check_writable, check_writable_png, parse
+from limner.cli.arguments import check_writable
 from limner.cli.evaluate.options import (
     DrawGrid,
     ScoreComposition,
     ScoreEmoji,
     ScoreGlyphs,
     ScoreIcons,
-    ScoreOptions,
     ScorePairs,
     ScoreReconstruction,
     ScoreZeroShot,
-)
+)  # fmt: skip
 from limner.errors import UserError, escape_control
 from limner.progress import clock, progress
 
@@ -32,21 +31,18 @@ if TYPE_CHECKING:
     from limner.sampling.candidates import Candidates
 
 _MOSAIC_CAPTIONS, _MOSAIC_DRAWINGS = 8, 48
+_Part = tuple[str, int, Callable[..., Any]]  # name of a part of icon data, its number of captions, and its evaluation
 _MIN_ACCURACY = 0.9  # of the classifier of icons on its training pictures; below, it is unreliable
-T = TypeVar("T", bound=ScoreOptions)
 
 
 def main(argv: Sequence[str]) -> None:
     """Run a subcommand of `limner evaluate`."""
     commands = (composition, pairs, reconstruction, zero_shot, emoji, icons, glyphs, grid)
-    run_subcommand("limner evaluate", {command.__name__.replace("_", "-"): command for command in commands}, argv)
+    run_subcommand("limner evaluate", commands, argv)
 
 
-def composition(argv: Sequence[str]) -> None:
+def composition(options: ScoreComposition) -> None:
     """do drawings of scenes show what their captions say?"""
-    options = _parse(ScoreComposition, argv, "composition")
-    if options.mosaic:
-        check_writable_png(options.mosaic)
     if not options.objects:
         raise UserError("--objects needs at least one number from 1 to 4")
     from limner.evaluation.composition import CompositionSettings, sample_captions, score
@@ -70,9 +66,8 @@ def composition(argv: Sequence[str]) -> None:
     _write(options.output, result.save)
 
 
-def pairs(argv: Sequence[str]) -> None:
+def pairs(options: ScorePairs) -> None:
     """given the upper half, does the lower half match the caption?"""
-    options = _parse(ScorePairs, argv, "pairs")
     from limner.evaluation.composition import CompositionSettings, sample_pairs, score_pairs
 
     pipe = _load_scene_model(options.model)
@@ -84,9 +79,8 @@ def pairs(argv: Sequence[str]) -> None:
     _write(options.output, result.save)
 
 
-def reconstruction(argv: Sequence[str]) -> None:
+def reconstruction(options: ScoreReconstruction) -> None:
     """how well does the dVAE reconstruct unseen pictures?"""
-    options = _parse(ScoreReconstruction, argv, "reconstruction")
     import numpy as np
 
     from limner.data.datasets import ImageCaptionDataset
@@ -113,9 +107,8 @@ def reconstruction(argv: Sequence[str]) -> None:
     _write(options.output, lambda path: save(path, [result], model=pipe.name))
 
 
-def zero_shot(argv: Sequence[str]) -> None:
+def zero_shot(options: ScoreZeroShot) -> None:
     """does the contrastive model recognize classes by name?"""
-    options = _parse(ScoreZeroShot, argv, "zero-shot")
     from limner.data.open_source import open_source
     from limner.evaluation.result import save
     from limner.evaluation.zero_shot import dataset_task, evaluate, scene_task
@@ -135,14 +128,10 @@ def zero_shot(argv: Sequence[str]) -> None:
     _write(options.output, lambda path: save(path, [result], model=name))
 
 
-def emoji(argv: Sequence[str]) -> None:
+def emoji(options: ScoreEmoji) -> None:
     """is the nearest real picture the right one?"""
-    options = _parse(ScoreEmoji, argv, "emoji")
-    mosaics: dict[str, Path] = {}
-    if options.mosaic:
-        check_writable_png(options.mosaic)  # a path with a name, which `with_stem` needs
-        for split in ("train", "held-out"):
-            mosaics[split] = check_writable(options.mosaic.with_stem(f"{options.mosaic.stem}-{split}"))
+    splits, mosaic = ("train", "held-out"), options.mosaic
+    mosaics = {split: check_writable(mosaic.with_stem(f"{mosaic.stem}-{split}")) for split in splits if mosaic}
     from limner.data.open_source import open_source
     from limner.evaluation.nearest_neighbor import ReferenceSet, evaluate
     from limner.evaluation.report import contact_sheet, save_png
@@ -152,7 +141,7 @@ def emoji(argv: Sequence[str]) -> None:
     source, pipe = open_source(options.data), load(options.model)
     references = ReferenceSet.from_source(source, pipe.dvae.config.size)
     results = []
-    for split in ("train", "held-out"):
+    for split in splits:
         total = len(references.split_indices(split, options.captions, options.seed)) * options.repeats
         if total == 0:
             continue
@@ -163,7 +152,7 @@ def emoji(argv: Sequence[str]) -> None:
             )  # fmt: skip
         results.append(result)
         print(result.table())
-        if options.mosaic:
+        if mosaic:
             sheet = contact_sheet(result.sheet[:_MOSAIC_DRAWINGS], columns=_MOSAIC_CAPTIONS // 2)
             _write(mosaics[split], partial(save_png, sheet))
     if not results:
@@ -171,88 +160,78 @@ def emoji(argv: Sequence[str]) -> None:
     _write(options.output, lambda path: save(path, results, model=pipe.name))
 
 
-def icons(argv: Sequence[str]) -> None:
+def icons(options: ScoreIcons) -> None:
     """are subjects drawn in styles unseen for them?"""
-    options = _parse(ScoreIcons, argv, "icons")
     from limner.evaluation import icons as evaluation
     from limner.evaluation.icon_pictures import SPLITS
-    from limner.evaluation.result import save
 
-    pipe, data, train = _open_icons(options)
-    labeled = data.labeled
-    classifier = train(labeled)
+    pipe, data, classifier = _open_icons(options, lambda data: data.labeled)
     accuracy = evaluation.accuracy(classifier, data)
     shares = ", ".join(f"{attribute} {share:.1%}" for attribute, share in accuracy.items())
-    print(f"classifier accuracy on its {len(labeled):,} training pictures: {shares}")
+    print(f"classifier accuracy on its {len(data.labeled):,} training pictures: {shares}")
     if min(accuracy.values()) < _MIN_ACCURACY:
         advice = f"train it longer (--classifier-steps {2 * options.classifier_steps})"
         warnings.warn(f"the classifier is unreliable even on its training pictures: {advice}", stacklevel=2)
-    settings = evaluation.IconSettings(**_generation(options))
     kinds = data.pairs.splits
-    evaluations = [(evaluation.evaluate, split, data.references.splits.count(split)) for split in SPLITS]
-    evaluations += [(evaluation.evaluate_pairs, kind, kinds.count(kind)) for kind in sorted(set(kinds))]
-    results = []
-    for evaluate, name, count in evaluations:
-        if total := min(count, settings.captions) * settings.repeats * settings.candidates:
-            with progress(f"drawing, {escape_control(name)}", total, unit="drawing") as bar:
-                results.append(evaluate(pipe, data, classifier, name, settings, bar.advance))
-            print(results[-1].table())
-    _write(options.output, lambda path: save(path, results, model=pipe.name, classifier=accuracy))
+    parts: list[_Part] = [(split, data.references.splits.count(split), evaluation.evaluate) for split in SPLITS]
+    parts += [(kind, kinds.count(kind), evaluation.evaluate_pairs) for kind in sorted(set(kinds))]
+    _score_icons(options, pipe, data, classifier, accuracy, parts)
 
 
-def glyphs(argv: Sequence[str]) -> None:
+def glyphs(options: ScoreGlyphs) -> None:
     """are monochrome icons drawn in styles unseen for them?"""
-    options = _parse(ScoreGlyphs, argv, "glyphs")
     from limner.evaluation import glyphs as evaluation
     from limner.evaluation.icon_pictures import SPLITS
-    from limner.evaluation.icons import IconSettings
-    from limner.evaluation.result import save
 
-    pipe, data, train = _open_icons(options)
-    classifier = train(evaluation.style_data(data))
+    pipe, data, classifier = _open_icons(options, evaluation.style_data)
     accuracy = evaluation.style_accuracy(classifier, data)
     print(f"classifier accuracy on held-out icons: style {accuracy:.1%} of {len(classifier.styles)}")
-    settings = IconSettings(**_generation(options))
-    results = []
-    for split in SPLITS:
-        count = min(data.references.splits.count(split), settings.captions)
-        if total := count * settings.repeats * settings.candidates:
-            with progress(f"drawing, {escape_control(split)}", total, unit="drawing") as bar:
-                parts = evaluation.evaluate(pipe, data, classifier, split, settings, bar.advance)
-            results += parts
-            print("\n".join(part.table() for part in parts))
-    _write(options.output, lambda path: save(path, results, model=pipe.name, classifier={"style": accuracy}))
+    parts = [(split, data.references.splits.count(split), evaluation.evaluate) for split in SPLITS]
+    _score_icons(options, pipe, data, classifier, {"style": accuracy}, parts)
 
 
-def _open_icons(options: ScoreIcons) -> tuple[TextToImage, Icons, Callable[[LabeledIcons], IconClassifier]]:
-    """Return the model, the pictures, and a function that loads or trains the classifier of labeled pictures."""
+def _open_icons(
+    options: ScoreIcons, labeled: Callable[[Icons], LabeledIcons]
+) -> tuple[TextToImage, Icons, IconClassifier]:
+    """Return the model, the pictures, and a classifier, loaded or trained on those that `labeled` selects."""
     from limner.data.open_source import open_source
     from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
     from limner.evaluation.icon_pictures import Icons
     from limner.pipeline import load
 
-    if options.classifier:
-        check_writable(options.classifier, folder=True)
     source, pipe, path = open_source(options.data), load(options.model), Path(options.data).resolve()
-    folder = options.classifier or check_writable(path.parent / f"{path.name}-classifier", folder=True)
-    config = IconClassifierConfig(steps=options.classifier_steps)
-
-    def train(labeled: LabeledIcons) -> IconClassifier:
-        with progress("training the classifier", config.steps) as bar:
-            return train_classifier(labeled, folder, config, bar)
-
-    return pipe, Icons.from_source(source, pipe.dvae.config.size), train
-
-
-def _generation(options: ScoreIcons) -> dict[str, int]:
-    """Return the options that are settings of the generation."""
-    return {key: getattr(options, key) for key in ("captions", "candidates", "repeats", "seed")}
+    folder = options.classifier or check_writable(path.parent / f"{path.name}-classifier", "folder")
+    data, config = (
+        Icons.from_source(source, pipe.dvae.config.size),
+        IconClassifierConfig(steps=options.classifier_steps),
+    )
+    chosen = labeled(data)
+    with progress("training the classifier", config.steps) as bar:
+        return pipe, data, train_classifier(chosen, folder, config, bar)
 
 
-def grid(argv: Sequence[str]) -> None:
+def _score_icons(
+    options: ScoreIcons, pipe: TextToImage, data: Icons, classifier: IconClassifier,
+    accuracy: dict[str, float], parts: Sequence[_Part],
+) -> None:  # fmt: skip
+    """Draw and score the captions of each part of the data that has any; print and write the results."""
+    from limner.evaluation.icons import IconSettings
+    from limner.evaluation.result import EvalResult, save
+
+    settings = IconSettings(**{key: getattr(options, key) for key in ("captions", "candidates", "repeats", "seed")})
+    results: list[EvalResult] = []
+    for name, count, evaluate in parts:
+        if total := min(count, settings.captions) * settings.repeats * settings.candidates:
+            with progress(f"drawing, {escape_control(name)}", total, unit="drawing") as bar:
+                scored = evaluate(pipe, data, classifier, name, settings, bar.advance)
+            scored = [scored] if isinstance(scored, EvalResult) else scored
+            print("\n".join(result.table() for result in scored))
+            results += scored
+    _write(options.output, lambda path: save(path, results, model=pipe.name, classifier=accuracy))
+
+
+def grid(options: DrawGrid) -> None:
     """draw a sheet of icons: subjects down, styles across"""
-    options = parse(DrawGrid, argv, "limner evaluate grid")
-    check_writable_png(options.output)
     from limner.data.open_source import open_source
     from limner.evaluation.icon_pictures import Icons, draw_cells, grid_cells, render_grid
     from limner.evaluation.report import save_png
@@ -264,14 +243,6 @@ def grid(argv: Sequence[str]) -> None:
     with progress("drawing", len(cells) * options.candidates, unit="drawing") as bar:
         drawings = draw_cells(pipe, data, cells, options.candidates, options.seed, bar.advance)
     _write(options.output, partial(save_png, render_grid(data, cells, drawings, options.real)))
-
-
-def _parse(cls: type[T], argv: Sequence[str], name: str) -> T:
-    """Parse the options of a command, and check that `--output` is writable."""
-    options = parse(cls, argv, f"limner evaluate {name}")
-    if options.output:
-        check_writable(options.output)
-    return options
 
 
 def _load_scene_model(name: str) -> TextToImage:

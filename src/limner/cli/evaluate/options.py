@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from limner.cli.arguments import OutputFile, Writable
 from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.sampling.generation_config import CANDIDATES, Sampler
 from limner.validation import SEEDS, Range, Validated
@@ -34,7 +35,7 @@ class Options(Validated):
 class ScoreOptions(Options):
     """Options of the commands that compute a score."""
 
-    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    output: OutputFile = None
     """Write all results as JSON."""
 
 
@@ -62,7 +63,7 @@ class ScoreComposition(SceneOptions):
     """Numbers of objects in a scene, used cyclically."""
     candidates: Annotated[int, CANDIDATES] = 64
     """Candidates per caption, of which the one with the best score counts."""
-    mosaic: Path | None = None
+    mosaic: Annotated[Path | None, Writable("PNG")] = None
     """Write a PNG of drawings of the first captions, at most eight, next to real scenes."""
 
 
@@ -119,7 +120,7 @@ class ScoreEmoji(ScoreOptions):
     """Candidates per caption, of which the one with the best score counts."""
     repeats: Annotated[int, Range(1, 1_000)] = 4
     """Drawings per caption, each from new candidates: held-out captions are few."""
-    mosaic: Path | None = None
+    mosaic: Annotated[Path | None, Writable("PNG")] = None
     """Write a PNG of drawings next to real emoji, one file per split."""
 
 
@@ -139,7 +140,7 @@ class ScoreIcons(ScoreOptions):
     """Candidates per caption; the contrastive model ranks them, for pairs the likelihood under the prior does."""
     repeats: Annotated[int, Range(1, 1_000)] = 1
     """Drawings per caption, each from new candidates."""
-    classifier: Annotated[Path | None, arg(metavar="FOLDER")] = None
+    classifier: Annotated[Path | None, arg(metavar="FOLDER"), Writable("folder")] = None
     """Folder of saved classifiers; by default `DATA-classifier`."""
     classifier_steps: Annotated[int, Range(1, 10**7)] = 6_000
     """Training steps of the classifier, 64 pictures each."""
@@ -166,7 +167,7 @@ class DrawGrid(Options):
 
     data: Positional[str]
     """A data set of `limner data icons` or `limner data glyphs`."""
-    output: Annotated[Path, arg(aliases=("-o",))]
+    output: Annotated[Path, arg(aliases=("-o",)), Writable("PNG")]
     """A PNG file."""
     subjects: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
     """Names of subjects; by default eight subjects with a held-out combination."""
