@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from math import nan
 from statistics import median
 from typing import Annotated, Any
@@ -14,10 +15,10 @@ from tyro.conf import arg
 from limner.cli import validate_choice
 from limner.cli.arguments import OutputPNG, parse
 from limner.errors import UserError, escape_control
+from limner.progress import progress
 from limner.sampling.generation_config import CANDIDATES
+from limner.text_table import render_table
 from limner.validation import Range, Validated
-
-_Configs = dict[str, Any]  # of the prior, "sparse" and "dense"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,8 @@ def main(argv: Sequence[str]) -> None:
     from limner.models.transformer import SIZES
 
     validate_choice(options.size, list(SIZES), "size")
-    if options.plot:
-        _pyplot()  # raises before any measurement
+    if options.plot and not find_spec("matplotlib"):
+        raise UserError('plots need matplotlib: run pip install "limner[plot]"')
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,98 +77,80 @@ def _measure_grid(options: BenchOptions, config: Any, device: Any) -> dict[str, 
         f"\n{options.size}: width {config.width}, {config.depth} layers, {config.heads} heads; {config.text_len} text "
         f"and {h} x {w} image tokens\nproduct {machine.gemm / 1e12:.2f} TFLOP/s, copy {machine.copy / 1e9:.1f} GB/s"
     )
-    head = "drawing         ms per step  pictures/s  MB per candidate  sparse is  x minimum step"
-    print(f"{head}\n{'-' * len(head)}")
-    drawn = {n: _time_drawing(options, configs, n, machine, device) for n in options.candidates}
-    trained = _time_training(options, configs, machine, device) if options.batch else {}
+    rows, drawn, trained = [], {}, {}
+    for n in options.candidates:
+
+        def draw(name: str, n: int = n) -> Any:
+            return throughput.time_generation(
+                configs[name], n, device, shared=name == "sparse", compiled=options.compiled
+            )
+
+        times = _measure_rounds(f"drawing, {n:,} candidates", options.rounds, draw)
+        drawn[n] = {name: median(t.seconds for t in times[name]) / n for name in times}
+        for name in times:
+            step, first = median(t.step for t in times[name]), times[name][0]
+            ratio = median(t.seconds / sparse.seconds for t, sparse in zip(times[name], times["sparse"], strict=True))
+            slowdown = step / throughput.min_step_seconds(configs[name], n, machine)
+            figures = (f"{step * 1e3:.2f}", f"{1 / drawn[n][name]:.3f}", f"{first.cache_bytes / 1e6:.2f}")
+            rows.append((f"{n:,} {name}", *figures, f"{ratio:.1f}x", f"{slowdown:.2f}"))
+        rows += [(f"{n:,} {name}", "does not fit", *[""] * 4) for name in configs.keys() - times.keys()]
+    head = ("drawing", "ms per step", "pictures/s", "MB per candidate", "sparse is", "x minimum step")
+    print(render_table(head, rows), flush=True)
+    if batch := options.batch:
+
+        def train(name: str) -> float:
+            return throughput.time_training(configs[name], batch, device, checkpointing=options.checkpointing)
+
+        times = _measure_rounds(f"training, a step of {batch:,}", options.rounds, train)
+        trained = {name: median(times[name]) / batch for name in times}
+        share = median(throughput.utilization(config, batch, seconds, machine) for seconds in times["sparse"])
+        dense = "does not fit into memory"
+        if "dense" in times:
+            ratio = median(dense / sparse for dense, sparse in zip(times["dense"], times["sparse"], strict=True))
+            dense = f"{median(times['dense']) * 1e3:,.0f} ms, sparse is {ratio:.1f}x"
+        print(
+            f"training, a step of {batch}: sparse {median(times['sparse']) * 1e3:,.0f} ms, dense {dense}; "
+            f"{share:.0%} of the measured product rate"
+        )
     return {"grid": h, "drawn": drawn, "trained": trained}
 
 
-def _time_drawing(options: BenchOptions, configs: _Configs, n: int, machine: Any, device: Any) -> dict[str, float]:
-    from limner.planner import throughput
-
-    def draw(name: str, config: Any) -> Any:
-        return throughput.time_generation(config, n, device, shared=name == "sparse", compiled=options.compiled)
-
-    rounds = _measure_rounds(options, configs, draw)
-    ratio = median(times["dense"].seconds / times["sparse"].seconds if "dense" in times else nan for times in rounds)
-    seconds = {name: median(times[name].seconds for times in rounds) for name in rounds[0]}
-    for name in configs:
-        if name not in seconds:
-            print(f"{n:6,} {name:7} does not fit into memory")
-            continue
-        step = median(times[name].step for times in rounds)
-        line = f"{n:6,} {name:7} {step * 1e3:12.2f} {n / seconds[name]:11.3f} {rounds[0][name].cache_bytes / 1e6:17.2f}"
-        slowdown = f"{step / throughput.min_step_seconds(configs[name], n, machine):26.2f}"
-        print(line + (slowdown if name == "sparse" else f"{ratio:10.1f}x"), flush=True)
-    return {name: seconds[name] / n if name in seconds else nan for name in configs}
-
-
-def _measure_rounds(options: BenchOptions, configs: _Configs, measure: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Return a dictionary of measurements per round, without dense attention if that does not fit into memory."""
+def _measure_rounds(title: str, rounds: int, measure: Callable[[str], Any]) -> dict[str, list[Any]]:
+    """Return measurements of sparse and dense attention in alternation; of sparse alone if dense does not fit."""
     import torch
 
-    rounds: list[dict[str, Any]] = [{} for _ in range(options.rounds)]
-    too_large = set()
-    for measurements in rounds:
-        for name, config in configs.items():
+    times: dict[str, list[Any]] = {"sparse": [], "dense": []}
+    with progress(title, 2 * rounds, unit="timing") as bar:
+        for name in ("sparse", "dense") * rounds:
             try:
-                if name not in too_large:
-                    measurements[name] = measure(name, config)
+                if name in times:
+                    times[name].append(measure(name))
             except torch.OutOfMemoryError:
                 if name == "sparse":
                     raise
-                too_large.add(name)
+                del times[name]
                 torch.cuda.empty_cache()
-    return rounds
-
-
-def _time_training(options: BenchOptions, configs: _Configs, machine: Any, device: Any) -> dict[str, float]:
-    from limner.planner import throughput
-
-    def train(name: str, config: Any) -> Any:
-        return throughput.time_training(config, options.batch, device, checkpointing=options.checkpointing)
-
-    rounds = _measure_rounds(options, configs, train)
-    seconds = {name: median(times.get(name, nan) for times in rounds) for name in configs}
-    config, batch = configs["sparse"], options.batch
-    share = median(throughput.utilization(config, batch, times["sparse"], machine) for times in rounds)
-    ratio = median(times.get("dense", nan) / times["sparse"] for times in rounds)
-    times = f"{seconds['dense'] * 1e3:,.0f} ms, sparse is {ratio:.1f}x"
-    dense = times if ratio == ratio else "does not fit into memory"
-    print(
-        f"training, a step of {options.batch}: sparse {seconds['sparse'] * 1e3:,.0f} ms, dense {dense}; "
-        f"{share:.0%} of the measured product rate"
-    )
-    return {name: value / options.batch for name, value in seconds.items()}
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UserError('plots need matplotlib: run pip install "limner[plot]"') from None
-    return pyplot
+            bar.advance()
+    return times
 
 
 def _plot(options: BenchOptions, results: Sequence[dict[str, Any]]) -> None:
     """Plot seconds per picture over candidates, and seconds per picture and training sample over the grid's side."""
-    pyplot = _pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     max_candidates = max(options.candidates)
     for name, color in (("sparse", "tab:blue"), ("dense", "tab:gray")):
         for result, line in zip(results, ["-", "--", *[":"] * len(results)], strict=False):
             grid = f"{result['grid']} x {result['grid']}"
-            values = [result["drawn"][n][name] for n in options.candidates]
+            values = [result["drawn"][n].get(name, nan) for n in options.candidates]
             left.loglog(options.candidates, values, line, marker="o", color=color, label=f"{name}, {grid}")
         sides = [result["grid"] for result in results]
-        values = [result["drawn"][max_candidates][name] for result in results]
+        values = [result["drawn"][max_candidates].get(name, nan) for result in results]
         right.loglog(sides, values, marker="o", color=color, label=f"{name}, drawing")
         if options.batch:
-            values = [result["trained"][name] for result in results]
+            values = [result["trained"].get(name, nan) for result in results]
             right.loglog(sides, values, "--", marker="s", color=color, label=f"{name}, training")
     left.set(xlabel="candidates of one caption", ylabel="seconds per picture", title=f"drawing, size {options.size}")
     right.set(xlabel="side of the grid", ylabel="seconds", title=f"a picture of {max_candidates}; a training sample")
@@ -177,4 +160,3 @@ def _plot(options: BenchOptions, results: Sequence[dict[str, Any]]) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.17))
     figure.savefig(options.plot, dpi=110)
-    pyplot.close(figure)

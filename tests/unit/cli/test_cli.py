@@ -559,7 +559,7 @@ def test_bench_times_both_sides_and_draws_the_cost(capsys, tmp_path):
     assert main(["bench", *sizes, "-o", str(plot)]) == 0
     output = capsys.readouterr().out
     assert output.count("sparse is") == 4  # in each grid's table and its line on training
-    assert [line.split()[:2] for line in output.splitlines() if line.startswith("     ")] == 2 * [
+    assert [line.split()[:2] for line in output.splitlines() if line[:1].isdecimal()] == 2 * [
         ["1", "sparse"], ["1", "dense"], ["3", "sparse"], ["3", "dense"],
     ]  # fmt: skip
     with Image.open(plot) as picture:
