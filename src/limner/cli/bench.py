@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import nan
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
     size = SIZES[options.size]
     results = [_measure_grid(options, replace(size, grid=(side, side)), device) for side in options.grids]
     if options.plot:
-        _plot(options, results)
+        _plot(options, results, options.plot)
         print(f"written: {escape_control(options.plot)}")
 
 
@@ -134,7 +135,7 @@ def _measure_rounds(title: str, rounds: int, measure: Callable[[str], Any]) -> d
     return times
 
 
-def _plot(options: BenchOptions, results: Sequence[dict[str, Any]]) -> None:
+def _plot(options: BenchOptions, results: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot seconds per picture over candidates, and seconds per picture and training sample over the grid's side."""
     from matplotlib.figure import Figure
 
@@ -159,4 +160,4 @@ def _plot(options: BenchOptions, results: Sequence[dict[str, Any]]) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.17))
-    figure.savefig(options.plot, dpi=110)
+    figure.savefig(path, dpi=110)
