@@ -40,7 +40,8 @@ from limner.json_files import read_json, read_mapping, write_json
 from limner.pipeline import TextToImage
 from limner.progress import clock, progress
 from limner.recipes.recipe import STAGE_TITLES, PretrainedDVAE, Recipe, resolve
-from limner.runs.time_estimate import PARALLEL_SLOWDOWN, seconds_per_step, timing_inputs
+from limner.runs.parallel_stage import trains_in_parallel
+from limner.runs.time_estimate import stage_step_seconds
 from limner.runs.train import train_all
 from limner.sampling.candidates import Candidates
 from limner.tasks.build_scenes import SceneDataSettings, write_scenes
@@ -74,9 +75,9 @@ def run(
     with exclusive_lock(out):
         claim_folder(out, {"scenes": scenes, "recipe": to_dict(recipe)})
         if not isinstance(recipe.dvae, PretrainedDVAE) and not (folder / "bundle").exists():
-            step_seconds = seconds_per_step(*timing_inputs(resolve(recipe), "dvae"), _TARGET_SECONDS)
+            step_seconds = stage_step_seconds(resolve(recipe), "dvae", False, _TARGET_SECONDS)
             minutes = max(1, round(step_seconds * recipe.dvae.training.steps / 60))
-            print(f"training the dVAE takes about {minutes} minutes on this machine", file=sys.stderr, flush=True)
+            _say(f"training the dVAE takes about {minutes} minutes on this machine")
         with timed_phase(out, "writing scenes"):
             write_data(out / "data", scenes, "described")
             if from_scratch:
@@ -98,9 +99,6 @@ def run(
         return result
 
 
-# ---------------------------------------------------------------------------- phases
-
-
 def limit_steps(recipe: Recipe, out: Path, max_seconds: float = _MAX_TRAINING_SECONDS) -> Recipe:
     """Return the recipe, with fewer steps if training would take more than `max_seconds` on this machine.
 
@@ -109,7 +107,6 @@ def limit_steps(recipe: Recipe, out: Path, max_seconds: float = _MAX_TRAINING_SE
     path = out / "steps.json"
     if not (steps := read_numbers(path)).keys() >= {*_SHORTENED_STAGES}:
         write_json(path, steps := affordable_steps(recipe, max_seconds))
-
     stages: dict[str, Any] = {}
     for name in _SHORTENED_STAGES:
         stage = getattr(recipe, name)
@@ -118,26 +115,17 @@ def limit_steps(recipe: Recipe, out: Path, max_seconds: float = _MAX_TRAINING_SE
     return replace(recipe, **stages)
 
 
-def affordable_steps(recipe: Recipe, max_seconds: float) -> dict[str, int]:
-    """Return the number of steps of each stage that fit `max_seconds`, at most those of the recipe."""
+def affordable_steps(recipe: Recipe, max_seconds: float) -> dict[str, float]:
+    """Return the number of steps of each stage that fit `max_seconds`; it may exceed that of the recipe."""
     steps = {name: getattr(recipe, name).training.steps for name in _SHORTENED_STAGES}
     if torch.cuda.is_available():
         return steps
-    threads = torch.get_num_threads()
-    in_parallel = threads > 1  # with half of the threads each, which slows both
-    torch.set_num_threads(threads - threads // 2)
-    resolved = resolve(recipe)
-    step_seconds = {name: seconds_per_step(*timing_inputs(resolved, name), _TARGET_SECONDS) for name in steps}
-    torch.set_num_threads(threads)
-    slowdown = PARALLEL_SLOWDOWN if in_parallel else 1
-    seconds = {name: step_seconds[name] * steps[name] * slowdown for name in steps}
+    resolved, in_parallel = resolve(recipe), trains_in_parallel(_SHORTENED_STAGES, torch.device("cpu"))
+    seconds = {name: n * stage_step_seconds(resolved, name, in_parallel, _TARGET_SECONDS) for name, n in steps.items()}
     total = max(seconds.values()) if in_parallel else sum(seconds.values())
     if total > max_seconds:
-        print(
-            f"training is shortened to {max_seconds / 60:.0f} of {total / 60:.0f} minutes", file=sys.stderr, flush=True
-        )
-    affordable = {name: n * max_seconds / (seconds[name] if in_parallel else total) for name, n in steps.items()}
-    return {name: max(1, min(steps[name], int(affordable[name]))) for name in steps}
+        _say(f"training is shortened to {max_seconds / 60:.0f} of {total / 60:.0f} minutes")
+    return {name: n * max_seconds / (seconds[name] if in_parallel else total) for name, n in steps.items()}
 
 
 def claim_folder(out: Path, settings: dict[str, Any]) -> None:
@@ -163,18 +151,11 @@ def write_data(folder: Path, scenes: int, kind: Literal["described", "crowded"])
 
 
 def _draw(
-    out: Path,
-    pipe: TextToImage,
-    captioned: Sequence[tuple[str, Scene]],
-    shown: int,
-    settings: CompositionSettings,
+    out: Path, pipe: TextToImage, captioned: Sequence[tuple[str, Scene]], shown: int, settings: CompositionSettings
 ) -> tuple[CompositionResult, Tensor]:
     """Return the scores, and the candidates of the first `shown` captions, uint8 [B, N, 3, H, W]."""
-    path, drawings_file = out / "composition.json", out / "drawings.safetensors"
-    if saved := load_result(path, [caption for caption, _ in captioned], settings):
-        with suppress(FileNotFoundError, SafetensorError, KeyError):
-            if len(pictures := load_file(drawings_file)["pictures"]) >= shown:
-                return saved, pictures[:shown]
+    if saved := load_drawings(out, [caption for caption, _ in captioned], shown, settings):
+        return saved
     first_pictures: list[Tensor] = []
 
     def keep_first(start: int, batch: Candidates) -> None:
@@ -183,18 +164,26 @@ def _draw(
     with progress("drawing", len(captioned) * settings.candidates, unit="picture") as bar:
         result = score(pipe, captioned, settings, progress=bar.advance, on_candidates=keep_first)
     pictures = torch.stack(first_pictures)
-    atomic_write_bytes(drawings_file, save({"pictures": pictures}))
-    result.save(path)
+    atomic_write_bytes(out / "drawings.safetensors", save({"pictures": pictures}))
+    result.save(out / "composition.json")
     return result, pictures
 
 
-def load_result(path: Path, captions: list[str], settings: CompositionSettings) -> CompositionResult | None:
-    """Return the saved result if it has the same captions and settings, else None."""
-    with suppress(UserError):  # missing or damaged: draw again
-        result = CompositionResult.load(path)
-        saved = result.settings["candidates"], result.settings["seed"]
-        return result if result.captions == captions and saved == (settings.candidates, settings.seed) else None
+def load_drawings(
+    out: Path, captions: list[str], shown: int, settings: CompositionSettings
+) -> tuple[CompositionResult, Tensor] | None:
+    """Return what `_draw` saved earlier; None if it is missing, damaged, or of other captions or settings."""
+    with suppress(UserError, FileNotFoundError, SafetensorError, KeyError):
+        result = CompositionResult.load(out / "composition.json")
+        pictures = load_file(out / "drawings.safetensors")["pictures"]
+        saved = result.captions, result.settings["candidates"], result.settings["seed"]
+        if saved == (captions, settings.candidates, settings.seed) and len(pictures) >= shown:
+            return result, pictures[:shown]
     return None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -208,24 +197,16 @@ def timed_phase(out: Path, phase: str) -> Iterator[None]:
         write_json(path, {**recorded, phase: recorded.get(phase, 0.0) + time.monotonic() - start}, indent=2)
 
 
-def read_numbers(path: Path) -> dict[str, Any]:
+def read_numbers(path: Path) -> dict[str, float]:
     """Return the finite numbers of a JSON file by name: none if the file is missing or malformed."""
-    values: dict[str, Any] = {}
     with suppress(UserError):
-        values = read_mapping(path)
-    return {name: value for name, value in values.items() if type(value) in (int, float) and math.isfinite(value)}
-
-
-# ---------------------------------------------------------------------------- report
+        items = read_mapping(path).items()
+        return {name: value for name, value in items if type(value) in (int, float) and math.isfinite(value)}
+    return {}
 
 
 def _page(
-    out: Path,
-    recipe: Recipe,
-    pipe: TextToImage,
-    scenes: int,
-    samples: Sequence[SceneSample],
-    result: CompositionResult,
+    out: Path, recipe: Recipe, pipe: TextToImage, scenes: int, samples: list[SceneSample], result: CompositionResult
 ) -> str:
     """Return the body of the report: drawings, scores, training curves and times."""
     k = result.best_of[-1]

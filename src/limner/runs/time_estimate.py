@@ -21,7 +21,7 @@ from limner.training.checkpoint import completed, step_of
 from limner.training.step import update
 from limner.training.train_state import TrainState
 
-PARALLEL_SLOWDOWN = 1.25  # slowdown of a step while the other stage trains in parallel
+_PARALLEL_SLOWDOWN = 1.25  # slowdown of a step while the other stage trains in parallel
 _TARGET_SECONDS = 1.2  # of a timed batch
 _MIN_STEPS = 100  # shorter stages are not timed
 _MAX_FLOPS = 5e11  # FLOPs per sample, at most, of a timed stage: some seconds on a slow processor
@@ -45,47 +45,51 @@ def print_estimate(recipe: ResolvedRecipe, out: Path, stages: Sequence[str], fal
 def _estimate_lines(recipe: ResolvedRecipe, out: Path, stages: Sequence[str], fallback: str | None) -> list[str]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     in_parallel = {"prior", "contrastive"} if trains_in_parallel(stages, device) else set()
-    threads = torch.get_num_threads()
-    lines_by_stage, seconds, incomplete = {}, dict.fromkeys(STAGE_TITLES, 0.0), False
-    all_threads_ratio = 1.0  # time of a prior step after the contrastive model is done, relative to one in parallel
+    lines, seconds, incomplete, all_threads_seconds = {}, dict.fromkeys(STAGE_TITLES, 0.0), False, 0.0
     for name, stage in recipe.stages.items():
         title, done = STAGE_TITLES[name], completed(out / name)
         steps = stage.training.steps - (step_of(done[-1]) if done else 0)
         if name not in stages or steps <= _MIN_STEPS:
             continue
-        lines_by_stage[name] = f"  {title}: {steps:,} steps"
+        lines[name] = f"  {title}: {steps:,} steps"
         if _flops_per_sample(recipe, name) > _MAX_FLOPS:
-            lines_by_stage[name] += ", too large to time"
+            lines[name] += ", too large to time"
             incomplete = True
             continue
-        try:
-            torch.set_num_threads(threads - threads // 2 if name in in_parallel else threads)
-            inputs = timing_inputs(recipe, name)
-            step_seconds = seconds_per_step(*inputs, _TARGET_SECONDS, device)
-        finally:
-            torch.set_num_threads(threads)
-        seconds[name] = step_seconds * steps * (PARALLEL_SLOWDOWN if name in in_parallel else 1)
+        seconds[name] = steps * stage_step_seconds(recipe, name, name in in_parallel, _TARGET_SECONDS, device)
         if name in in_parallel and name == "prior":
-            all_threads_ratio = seconds_per_step(*inputs, _TARGET_SECONDS, device) / (step_seconds * PARALLEL_SLOWDOWN)
+            all_threads_seconds = steps * stage_step_seconds(recipe, name, False, _TARGET_SECONDS, device)
         if seconds[name] > _SECONDS_PER_DAY:
             scope, total = f"the {title} alone", seconds[name]
             break
     else:
-        if in_parallel:
-            seconds["prior"] -= max(0, seconds["prior"] - seconds["contrastive"]) * (1 - all_threads_ratio)
+        if in_parallel and (alone := max(0, seconds["prior"] - seconds["contrastive"])):  # with all threads
+            seconds["prior"] -= alone * (1 - all_threads_seconds / seconds["prior"])
         combine = max if in_parallel else sum
         scope, total = "training", seconds["dvae"] + combine((seconds["prior"], seconds["contrastive"]))
-    lines = [
-        line + (f", about {_duration(seconds[name])}{' in parallel' * (name in in_parallel)}" if seconds[name] else "")
-        for name, line in lines_by_stage.items()
-    ]
     if not lines:
         return []
+    for name in lines:
+        if seconds[name]:
+            lines[name] += f", about {_duration(seconds[name])}{' in parallel' * (name in in_parallel)}"
     estimate = f"{'more than' if incomplete else 'about'} {_duration(total)}" if total else "an unknown time"
     summary = f"{scope} takes {estimate}"
     if incomplete or total > _SECONDS_PER_DAY:
         summary += f": {f'--recipe {fallback} is smaller' if fallback else 'reduce the steps'}"
-    return ["estimate from a few steps of each stage, at the current load of this machine:", *lines, summary]
+    return ["estimate from a few steps of each stage, at the current load of this machine:", *lines.values(), summary]
+
+
+def stage_step_seconds(
+    recipe: ResolvedRecipe, name: str, in_parallel: bool, target_seconds: float, device: torch.device | str = "cpu"
+) -> float:
+    """Estimate the seconds of a training step of a stage: with all threads, or `in_parallel` to another stage."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads - threads // 2 if in_parallel else threads)
+        seconds = seconds_per_step(*timing_inputs(recipe, name), target_seconds, device)
+    finally:
+        torch.set_num_threads(threads)
+    return seconds * (_PARALLEL_SLOWDOWN if in_parallel else 1)
 
 
 def _duration(seconds: float) -> str:

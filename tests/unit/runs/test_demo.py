@@ -11,13 +11,13 @@ from limner.runs.demo import limit_steps
 
 @pytest.mark.parametrize(("seconds", "prior", "contrastive"), [(0.01, 3_000, 1_000), (1.0, 240, 240), (1e4, 1, 1)])
 def test_steps_are_those_of_the_recipe_or_fewer(tmp_path, monkeypatch, seconds, prior, contrastive):
-    monkeypatch.setattr(demo, "seconds_per_step", lambda *_: seconds)
+    monkeypatch.setattr("limner.runs.time_estimate.seconds_per_step", lambda *_: seconds)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     monkeypatch.setattr("torch.set_num_threads", lambda n: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     recipe = limit_steps(presets.demo(), tmp_path, max_seconds=300)
     assert (recipe.prior.training.steps, recipe.contrastive.training.steps) == (prior, contrastive)
-    monkeypatch.setattr(demo, "seconds_per_step", lambda *_: 5 * seconds)
+    monkeypatch.setattr("limner.runs.time_estimate.seconds_per_step", lambda *_: 5 * seconds)
     assert limit_steps(presets.demo(), tmp_path) == recipe
 
 
@@ -57,14 +57,14 @@ WRONG = (
 def test_damaged_numbers_are_measured_again(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "affordable_steps", lambda *_: {"prior": 5, "contrastive": 7})
     for content in WRONG:
-        for name in ("steps.json", "timings.json"):
+        for name in ("steps.json", "timings.json", "composition.json"):
             (tmp_path / name).write_bytes(content)
         recipe = limit_steps(presets.demo(), tmp_path)
         assert (recipe.prior.training.steps, recipe.contrastive.training.steps) == (5, 7)
         with demo.timed_phase(tmp_path, "prior"), demo.timed_phase(tmp_path, "drawing"):
             pass
         assert {"prior", "drawing"} <= demo.read_numbers(tmp_path / "timings.json").keys()
-        assert demo.load_result(tmp_path / "steps.json", [], CompositionSettings()) is None
+        assert demo.load_drawings(tmp_path, [], 0, CompositionSettings()) is None
     (tmp_path / "steps.json").write_text('{"prior": 1e9, "contrastive": -3.5}')  # clamped to the recipe's steps
     recipe = limit_steps(presets.demo(), tmp_path)
     assert (recipe.prior.training.steps, recipe.contrastive.training.steps) == (3_000, 1)
