@@ -74,13 +74,13 @@ def contrastive_in_parallel(recipe: Recipe, data: str | Path, out: Path, lock: i
     """
     threads = torch.get_num_threads()
     log_file = out / LOG_FILE
+    # -P: no imports from the current folder
     command = [sys.executable, "-P", "-m", "limner.runs.parallel_stage", str(data), str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads // 2)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads // 2), "PYTHONPATH": os.pathsep.join(sys.path)}
     with log_file.open("ab") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=environment,
             pass_fds=() if lock < 0 else (lock,),
-            env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},  # -P: no imports from the current folder
         )  # fmt: skip
     assert process.stdin is not None
     print(f"training the contrastive model in parallel: log in {escape_control(log_file)}", file=sys.stderr)
@@ -102,17 +102,17 @@ def contrastive_in_parallel(recipe: Recipe, data: str | Path, out: Path, lock: i
 
 def _wait(process: subprocess.Popen[bytes], steps: int, metrics: Path) -> None:
     """Show the progress of the other process until it ends."""
+
+    def last_step() -> int:
+        rows = read_metrics(metrics)
+        return int(rows[-1]["step"]) if rows else 0
+
     with progress("training the contrastive model", steps) as bar:
-        bar.resume(_last_step(metrics))
+        bar.resume(last_step())
         while process.poll() is None:
-            bar.advance(_last_step(metrics) - bar.done)
+            bar.advance(last_step() - bar.done)
             time.sleep(1)
-        bar.advance(_last_step(metrics) - bar.done)
-
-
-def _last_step(metrics: Path) -> int:
-    rows = read_metrics(metrics)
-    return int(rows[-1]["step"]) if rows else 0
+        bar.advance(last_step() - bar.done)
 
 
 def main(data: str, out: str) -> None:

@@ -116,23 +116,18 @@ class RunData:
     def prior_dataset(self, source: Source, tokenizer: Tokenizer, dvae: ImageTokenizer) -> Dataset:
         """Return the prior's dataset: caption and image tokens. Augmented pictures are encoded per batch, others once
         and cached."""
-        stage, text, training = self.recipe.prior, self.recipe.text, source is self.train
-        source, size = source if training else _evaluation_subset(source), dvae.config.size
-        encoding = CaptionEncoding(
-            tokenizer=tokenizer,
-            length=text.length,
-            bpe_dropout=text.dropout if training else 0.0,
-            caption_dropout=stage.caption_dropout if training else 0.0,
-        )
+        stage, training, size = self.recipe.prior, source is self.train, dvae.config.size
+        encoding = self._encoding(tokenizer, training, caption_dropout=stage.caption_dropout if training else 0.0)
 
         def encode(pixels: Tensor) -> Tensor:
             return dvae.tokenize(pixels.to(next(dvae.parameters()).device)).cpu()
 
         if training and stage.augment:
             return EncodedDataset(ImageCaptionDataset(source, size, "prior", encoding), encode)
+        source, parallel = source if training else _evaluation_subset(source), self.parallel
         with (
-            self.parallel.main_first(),
-            progress("encoding pictures", len(source), unit="image", shown=self.parallel.is_main) as bar,
+            parallel.main_first(),
+            progress("encoding pictures", len(source), unit="image", shown=parallel.is_main) as bar,
         ):
             cache = encode_tokens(
                 source, encode, key=weights_hash(dvae), size=size, cache_dir=self.out / "tokens", progress=bar.advance
@@ -141,19 +136,19 @@ class RunData:
 
     def contrastive_dataset(self, source: Source, tokenizer: Tokenizer, size: int) -> ImageCaptionDataset:
         """Return the contrastive model's dataset: pictures, captions and distractors."""
-        stage, text, training = self.recipe.contrastive, self.recipe.text, source is self.train
-        distractors = None
+        stage, training, distractors = self.recipe.contrastive, source is self.train, None
         if count := stage.distractors:
             distractors = Distractors(_captions(self.train), _captions(self.held_out), falsity_test, count)
-        encoding = CaptionEncoding(
-            tokenizer=tokenizer,
-            length=text.length,
-            bpe_dropout=text.dropout if training else 0.0,
-            distractors=distractors,
-        )
+        encoding = self._encoding(tokenizer, training, distractors=distractors)
         subset = source if training else _evaluation_subset(source)
         augment = "prior" if stage.augment and training else "none"
         return ImageCaptionDataset(subset, size, augment, encoding, cache_bytes=_IMAGE_CACHE_BYTES)
+
+    def _encoding(self, tokenizer: Tokenizer, training: bool, **settings: Any) -> CaptionEncoding:
+        """Return the encoding of captions, with BPE dropout in training; `settings` are those of a stage."""
+        text = self.recipe.text
+        dropout = text.dropout if training else 0.0
+        return CaptionEncoding(tokenizer=tokenizer, length=text.length, bpe_dropout=dropout, **settings)
 
 
 def _captions(source: Source) -> Iterable[str]:

@@ -16,16 +16,18 @@ import torch
 
 from limner.atomic_io import exclusive_lock
 from limner.config import save_json, to_dict
+from limner.data.stream import per_rank_batch_size
 from limner.errors import UserError
+from limner.json_files import read_mapping
 from limner.pipeline import TextToImage
 from limner.recipes.recipe import STAGE_TITLES, Recipe, ResolvedRecipe
 from limner.runs.parallel_stage import contrastive_in_parallel, trains_in_parallel
-from limner.runs.preflight import check
 from limner.runs.run_data import RunData
 from limner.runs.stages import STAGES, Stage, StageTrainer
-from limner.training.checkpoint import skipped_updates
+from limner.training.checkpoint import completed, skipped_updates, step_of
+from limner.training.config import check_resumable
 from limner.training.parallel import Parallel, SingleProcess
-from limner.training.train_state import SKIPPED
+from limner.training.train_state import SKIPPED, prepare_model
 
 __all__ = ["train_all"]
 
@@ -49,7 +51,7 @@ def train_all(
     parallel, selected, out = parallel or SingleProcess(), stages or STAGES, Path(out)
     run_data = RunData.open(recipe, data, out, parallel)
     with exclusive_lock(out) if parallel.is_main else nullcontext(-1) as lock, _check_skipped(out, selected, parallel):
-        resolved = check(run_data, selected)
+        resolved = _check(run_data, selected)
         with parallel.main_first():
             if parallel.is_main:
                 save_json(recipe, out / "recipe.json")
@@ -75,11 +77,43 @@ def train_all(
             "guidance": recipe.prior.guidance,
             "prior_score_weight": recipe.contrastive.prior_score_weight,
             "candidates": recipe.contrastive.candidates,
-        } | ({"attribution": attribution} if attribution else {})
+            **({"attribution": attribution} if attribution else {}),
+        }
         bundle = TextToImage(dvae, prior, contrastive, trainer.tokenizer, info)
         if parallel.is_main:
             bundle.save_pretrained(out / "bundle")
         return bundle
+
+
+def _check(run_data: RunData, stages: Sequence[str]) -> ResolvedRecipe:
+    """Resolve the recipe, and build the models and optimizers on the meta device.
+
+    Raises `UserError` if the models do not fit together, a dVAE is missing, or a stage has a checkpoint with other
+    settings.
+    """
+    out, meta = run_data.out, torch.device("meta")
+    try:
+        resolved = run_data.resolve(stages)
+        with meta:
+            for name, stage in resolved.stages.items():
+                prepare_model(resolved.models[name].build(), stage.objective, stage.training, meta, SingleProcess())
+    except (ValueError, ZeroDivisionError, RuntimeError, OverflowError) as error:
+        raise UserError(f"the models of the recipe do not fit together: {error}".splitlines()[0]) from None
+    trained = {name: stage for name, stage in resolved.stages.items() if name in stages}
+    for name, stage in trained.items():
+        per_rank_batch_size(stage.training.batch_size, run_data.parallel.world_size, f"{name}.training.batch_size")
+        config_file = out / name / "config.json"
+        if config_file.exists() and completed(out / name):
+            recorded = read_mapping(config_file)
+            current = {"training": stage.training, "model": resolved.models[name], "objective": stage.objective}
+            check_resumable(out / name, recorded, {**recorded, **current})
+    done = completed(out / "dvae")
+    unfinished = "dvae" in trained and (not done or step_of(done[-1]) < trained["dvae"].training.steps)
+    if unfinished and completed(out / "prior"):
+        raise UserError(f"the prior in {out} was trained on tokens of its dVAE: train another dVAE in a new folder")
+    if "prior" in trained and not ("dvae" in trained or resolved.dvae_bundle or done):
+        raise UserError(f"no dVAE in {out / 'dvae'}: train the stage 'dvae' first")
+    return resolved
 
 
 @contextmanager
