@@ -126,19 +126,8 @@ def _flush_stdout() -> OSError | None:
     return None
 
 
-def help_text() -> str:
-    """Return the text of `limner --help`."""
-    return (
-        "usage: limner COMMAND [OPTIONS]\n\n"
-        "Draw pictures from captions, and train the models for it.\n\n"
-        f"commands:\n{_two_columns({name: command.help for name, command in COMMANDS.items()})}\n\n"
-        'try:      limner draw "a small red circle above a large blue square on a gray background"\n'
-        "more:     limner COMMAND --help\n"
-        "options:  --version; with any command, --debug shows tracebacks\n"
-    )
-
-
-def _two_columns(help_by_name: Mapping[str, str]) -> str:
+def two_columns(help_by_name: Mapping[str, str]) -> str:
+    """Return lines of names and texts."""
     width = max(map(len, help_by_name))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in help_by_name.items())
 
@@ -162,19 +151,23 @@ def run_subcommand(prog: str, functions: Iterable[Callable[[Any], None]], argv: 
         name = validate_choice(argv[0], list(commands), prog.split()[-1] + " command")
         commands[name](parse(get_type_hints(commands[name])["options"], argv[1:], f"{prog} {name}"))
         return
-    listed = _two_columns({name: function.__doc__ or "" for name, function in commands.items()})
+    listed = two_columns({name: function.__doc__ or "" for name, function in commands.items()})
     print(f"usage: {prog} COMMAND [OPTIONS]\n\n{listed}\n\nmore: {prog} COMMAND --help")
     if not argv:
         raise UserError(f"{prog} needs a command: {', '.join(commands)}")
 
 
 def _without_command(arguments: list[str]) -> int:
-    if not arguments:
-        print(help_text(), end="", file=sys.stderr)
-        return 2
-    if arguments[0] in ("-h", "--help", "help"):
-        print(help_text(), end="")
-    elif arguments[0] in ("-V", "--version"):
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(
+            "usage: limner COMMAND [OPTIONS]\n\nDraw pictures from captions, and train the models for it.\n\n"
+            f"commands:\n{two_columns({name: command.help for name, command in COMMANDS.items()})}\n\n"
+            'try:      limner draw "a small red circle above a large blue square on a gray background"\n'
+            "more:     limner COMMAND --help\noptions:  --version; with any command, --debug shows tracebacks",
+            file=sys.stdout if arguments else sys.stderr,
+        )
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
         from limner.version import __version__
 
         print(f"limner {__version__}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
@@ -52,8 +52,7 @@ def main(argv: Sequence[str]) -> None:
         codes = used_codes(pipe.dvae, open_source(options.prune))
         print(f"{len(codes)} of {pipe.dvae.config.vocab} codes are in use")
         pipe = prune(pipe, codes)
-    described: dict[str, Any] = {"about": options.about, "license": options.license}
-    pipe.info |= {key: value for key, value in described.items() if value}
+    pipe.info |= {key: value for key in ("about", "license") if (value := getattr(options, key))}
     pipe.info["name"] = options.name or options.out.resolve().name
     scores = pipe.info.get("scores") or {}
     if options.scores and not isinstance(scores, dict):

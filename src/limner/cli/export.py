@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -37,7 +37,7 @@ class Export:
 def main(argv: Sequence[str]) -> None:
     """Export a model."""
     options = parse(Export, argv, "limner export")
-    _WRITERS[options.to](options)
+    (_onnx if options.to == "onnx" else _page)(options)
 
 
 def _onnx(options: Export) -> None:
@@ -75,6 +75,3 @@ def _page(options: Export) -> None:
     with progress("writing the page", PARTS, unit="part") as bar:
         export_page(options.model, out, runtime, bar.advance)
     print(f"{escape_control(out)}: {out.stat().st_size / 1e6:.1f} MB, to open in a browser")
-
-
-_WRITERS: dict[str, Callable[[Export], None]] = {"onnx": _onnx, "page": _page}

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from limner.cli import validate_choice
+from limner.cli import two_columns, validate_choice
 from limner.cli.arguments import NewFolder, parse
 
 
@@ -33,9 +33,8 @@ def main(argv: Sequence[str]) -> None:
     from limner.experiments import EXPERIMENTS, load
 
     if not argv:
-        print("usage: limner reproduce NAME [--quick] [-o FOLDER]\n")
-        for name in EXPERIMENTS:
-            print(f"  {name:<{max(map(len, EXPERIMENTS))}}  {load(name).claim}")
+        claims = {name: load(name).claim for name in EXPERIMENTS}
+        print(f"usage: limner reproduce NAME [--quick] [-o FOLDER]\n\n{two_columns(claims)}")
         return
     options = parse(Reproduce, argv, "limner reproduce")
     name = validate_choice(options.name, tuple(EXPERIMENTS), "finding")

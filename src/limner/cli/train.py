@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional, arg
@@ -23,11 +23,6 @@ from limner.runs import time_estimate
 from limner.runs.train import train_all
 from limner.training.determinism import deterministic
 from limner.validation import Range, Validated
-
-if TYPE_CHECKING:
-    Reducer = str
-else:  # type checkers cannot evaluate the names
-    Reducer = Literal[tuple(process_group.REDUCERS)]
 
 
 def _recipe_help() -> str:
@@ -58,7 +53,7 @@ class Train(Validated):
     also after a machine is lost or added."""
     deterministic: bool = False
     """Train reproducibly: the same command gives the same weights. Slower on GPUs; stages are trained one by one."""
-    grad_compression: Reducer = "recipe"
+    grad_compression: Literal[tuple(process_group.REDUCERS)] = "recipe"  # pyright: ignore[reportInvalidTypeForm]
     """Format of gradients sent between replicas: the recipe's (--prior.grad-compression-rank), fp32 (none), bf16, or
     PowerSGD factors of the paper or of torch."""
     grad_compression_rank: Annotated[int | None, Range(1, 2**16), arg(name="grad-compression.rank")] = None

@@ -25,9 +25,8 @@ class CollapseWarning(Hook):
 
     def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
         codes = row.get("codes", self.vocab)
-        self.low_reports = (
-            self.low_reports + 1 if run.step >= _FIRST_STEP and codes < _MIN_USED_SHARE * self.vocab else 0
-        )
+        low = run.step >= _FIRST_STEP and codes < _MIN_USED_SHARE * self.vocab
+        self.low_reports = self.low_reports + 1 if low else 0
         if self.low_reports >= _CONSECUTIVE_REPORTS and not self.warned:
             self.warned = True
             warnings.warn(

@@ -62,15 +62,8 @@ _CHARTED_METRICS = {
 def run(
     out: Path, recipe: Recipe, *, scenes: int, captions: int, candidates: int, evaluated: int, seed: int
 ) -> CompositionResult:
-    """Run the phases that are not done, write the report, and return the score.
-
-    Args:
-        scenes: number of scenes to train on.
-        captions: number of held-out captions in the report.
-        candidates: drawings per caption.
-        evaluated: number of held-out captions in the score, including those of the report.
-        seed: of captions and drawings.
-    """
+    """Run the phases that are not done, write the report, and return the score. The settings are the options of
+    `limner demo`: scenes to train on, captions in the report, candidates per caption, captions in the score."""
     folder, from_scratch = out / "run", not isinstance(recipe.dvae, PretrainedDVAE)
     with exclusive_lock(out):
         claim_folder(out, {"scenes": scenes, "recipe": to_dict(recipe)})
