@@ -18,7 +18,7 @@ from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import ReducerFactory
 from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError, escape_control
-from limner.recipes.recipe import PretrainedDVAE, Recipe, ResolvedRecipe
+from limner.recipes.recipe import PretrainedDVAE, Recipe, ResolvedRecipe, Stage
 from limner.runs import time_estimate
 from limner.runs.train import train_all
 from limner.training.determinism import deterministic
@@ -43,7 +43,7 @@ class Train(Validated):
     out: Annotated[NewFolder, arg(metavar="FOLDER")]
     """Folder of the run."""
     recipe: Annotated[str, arg(help=_recipe_help(), metavar="NAME|FILE")]
-    stages: tuple[Literal["dvae", "prior", "contrastive"], ...] = ()
+    stages: tuple[Stage, ...] = ()
     """Stages to train; all by default."""
     parallel: process_group.Kind = "ddp"
     """State in each process of torchrun: all of it (ddp), a shard of it (fsdp), or all weights and a

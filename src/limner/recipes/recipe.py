@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from limner.bundles import DVAE_FORMAT
 from limner.config import from_dict
@@ -164,6 +164,8 @@ class Recipe:
     prior: PriorStage
     contrastive: ContrastiveStage
 
+
+Stage = Literal["dvae", "prior", "contrastive"]
 
 #: Stages in order, with their titles in progress lines.
 STAGE_TITLES = {"dvae": "dVAE", "prior": "prior", "contrastive": "contrastive model"}

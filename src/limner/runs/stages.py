@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -29,7 +29,7 @@ from limner.numerics.seeding import fold_in
 from limner.optim.dtensor import full_tensor, is_dtensor, shard_like
 from limner.pipeline import load
 from limner.progress import progress
-from limner.recipes.recipe import STAGE_TITLES, Recipe, resolve
+from limner.recipes.recipe import STAGE_TITLES, Recipe, Stage, resolve
 from limner.runs.codebook_monitor import CollapseWarning
 from limner.runs.run_data import RunData
 from limner.text.bpe import Tokenizer
@@ -41,13 +41,11 @@ from limner.training.rms_monitor import RMSMonitor
 from limner.training.state_tensors import fill_model, model_tensors
 from limner.training.train_state import Evaluate, TrainState
 
-Stage = Literal["dvae", "prior", "contrastive"]
-STAGES: tuple[Stage, ...] = ("dvae", "prior", "contrastive")
 _EVALUATION_BATCH = {"prior": 64, "contrastive": 128}
 
 
 class StageTrainer:
-    """Trains or loads the models of a run in the order of `STAGES`.
+    """Trains or loads the models of a run in the order of `STAGE_TITLES`.
 
     Args:
         stages: the stages to train. `model` loads the others from the run, or from the bundle that the recipe starts

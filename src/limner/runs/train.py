@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -20,10 +21,10 @@ from limner.data.stream import per_rank_batch_size
 from limner.errors import UserError
 from limner.json_files import read_mapping
 from limner.pipeline import TextToImage
-from limner.recipes.recipe import STAGE_TITLES, Recipe, ResolvedRecipe
+from limner.recipes.recipe import STAGE_TITLES, Recipe, ResolvedRecipe, Stage
 from limner.runs.parallel_stage import contrastive_in_parallel, trains_in_parallel
 from limner.runs.run_data import RunData
-from limner.runs.stages import STAGES, Stage, StageTrainer
+from limner.runs.stages import StageTrainer
 from limner.training.checkpoint import completed, skipped_updates, step_of
 from limner.training.config import check_resumable
 from limner.training.parallel import Parallel, SingleProcess
@@ -48,7 +49,7 @@ def train_all(
     train in parallel. With several processes (`parallel`) all train every stage together, and the first writes the
     files.
     """
-    parallel, selected, out = parallel or SingleProcess(), stages or STAGES, Path(out)
+    parallel, selected, out = parallel or SingleProcess(), stages or get_args(Stage), Path(out)
     run_data = RunData.open(recipe, data, out, parallel)
     with exclusive_lock(out) if parallel.is_main else nullcontext(-1) as lock, _check_skipped(out, selected, parallel):
         resolved = _check(run_data, selected)
