@@ -13,8 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from limner.data.sample import Rejected
-from limner.data.sanitize import is_environment_error
+from limner.data.sample import Rejected, is_environment_error
 from limner.errors import UserError
 
 MAX_GROUP_BYTES = 1 << 31  # bytes of a row group, which is read as a whole, and of a compressed Arrow file

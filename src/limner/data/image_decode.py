@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, features
 
-from limner.data.sample import Rejected
-from limner.data.sanitize import is_environment_error
+from limner.data.sample import Rejected, is_environment_error
 from limner.errors import UserError
 
 simplejpeg: Any

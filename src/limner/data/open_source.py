@@ -27,16 +27,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from limner.data.sample import MAX_TEXT, Rejected, Sample, Source, parse_captions, select_split
-from limner.data.sanitize import (
-    MAX_META,
-    Reader,
-    fingerprint,
-    normalize_split,
-    read_file,
-    sanitize_metadata,
-    split_from_names,
-)
+from limner.data.sample import MAX_TEXT, Rejected, Sample, Source, fingerprint, parse_captions, select_split
+from limner.data.sanitize import MAX_META, normalize_split, read_file, sanitize_metadata, split_from_names
 from limner.data.shard_reader import IMAGE_SUFFIXES, ShardReader
 from limner.data.shard_writer import INCOMPLETE_MARK
 from limner.data.tables import TableSource
@@ -48,7 +40,7 @@ __all__ = ["READERS", "FolderSource", "SourceSpec", "open_source"]
 TABLES = ("jsonl", "ndjson", "csv", "tsv", "parquet", "arrow")
 
 
-class FolderSource(Reader):
+class FolderSource(Source):
     """A source of pictures with captions in `.txt` files of the same folder and name, a/b.jpg and a/b.txt.
 
     An element is a picture, or a caption without one. Of several pictures with one name (`a.png`, `a.jpg`) the first

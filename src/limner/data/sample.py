@@ -10,31 +10,29 @@ The metadata of a sample names its split. Training and evaluation never read spl
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
+from limner.errors import UserError
+
 __all__ = [
-    "Rejected",
-    "Sample",
-    "Source",
-    "Subset",
-    "describe_unread",
-    "digest",
-    "format_reasons",
-    "group_by_split",
-    "parse_captions",
-    "select_split",
-]
+    "Rejected", "Sample", "Source", "Subset", "describe_unread", "digest", "fingerprint", "format_reasons",
+    "group_by_split", "is_environment_error", "parse_captions", "select_split",
+]  # fmt: skip
 
 TRAIN, HELD_OUT = "train", "held-out"
 MAX_CAPTION = 4_096  # characters of one phrasing
 MAX_CAPTIONS = 256  # phrasings of a sample
 MAX_TEXT = 1 << 16  # characters, or bytes, of all phrasings
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -54,28 +52,62 @@ class Rejected(Exception):
         self.reason = reason
 
 
-class Source(Protocol):
-    """Random access to samples; `source[i]` raises `Rejected` on a defect."""
+def is_environment_error(error: Exception) -> bool:
+    """Return True for a fault of the installation or the machine, which is not a sample's defect: a package that cannot
+    be imported, too many open files, or any `UserError`."""
+    files = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    return files or isinstance(error, ImportError | UserError)
 
-    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Sample: ...
+class Source:
+    """Base of the sources: random access to samples, where `source[i]` raises `Rejected` on a defect.
+
+    A subclass implements `__len__`, `read`, `read_meta` and `fingerprint`. `read` and `read_meta` raise `Rejected` on a
+    defect. Any other exception is rejected as "unreadable sample", so that a bad sample never ends a loop over a
+    source. Faults of the environment (`is_environment_error`) pass unchanged.
+    """
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, index: int, picture: bool) -> Sample:
+        """Return a sample. With `picture` False its image may be empty, and the picture's file is not opened."""
+        raise NotImplementedError
+
+    def read_meta(self, index: int) -> dict[str, Any]:
+        """Return the metadata of a sample without opening the picture's file."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Hash names, sizes and times, to detect added, removed and rewritten files."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._guarded(self.read, index, True)
 
     def captions(self, index: int) -> tuple[str, ...]:
         """Return the captions without opening the picture's file. Raises `Rejected` for every defect but those of
         this file."""
-        ...
+        return self._guarded(self.read, index, False).captions
 
     def meta(self, index: int) -> dict[str, Any]:
         """Return the metadata without opening the picture's file. Raises `Rejected` if it is unreadable."""
-        ...
+        return self._guarded(self.read_meta, index)
 
-    def fingerprint(self) -> str:
-        """Hash names, sizes and times, to detect added, removed and rewritten files."""
-        ...
+    def _guarded(self, read: Callable[..., _T], index: int, *options: bool) -> _T:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        try:
+            return read(index % len(self), *options)
+        except Rejected:
+            raise
+        except Exception as error:
+            if is_environment_error(error):
+                raise
+            raise Rejected("unreadable sample") from error
 
 
-class Subset:
+class Subset(Source):
     """A source of some elements of another source."""
 
     def __init__(self, source: Source, indices: Sequence[int] | np.ndarray) -> None:
@@ -84,14 +116,11 @@ class Subset:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.source[int(self.indices[index])]
+    def read(self, index: int, picture: bool) -> Sample:
+        return self.source.read(int(self.indices[index]), picture)
 
-    def captions(self, index: int) -> tuple[str, ...]:
-        return self.source.captions(int(self.indices[index]))
-
-    def meta(self, index: int) -> dict[str, Any]:
-        return self.source.meta(int(self.indices[index]))
+    def read_meta(self, index: int) -> dict[str, Any]:
+        return self.source.read_meta(int(self.indices[index]))
 
     def fingerprint(self) -> str:
         return digest(self.source.fingerprint(), self.indices.tobytes())
@@ -141,33 +170,26 @@ def parse_captions(text: Any) -> tuple[str, ...]:
         raise Rejected("missing caption")
     if not isinstance(text, bytes | str | list | tuple):
         raise Rejected("caption is not a text")
-    lines: list[str] = []
     is_list = isinstance(text, list | tuple)
-    for part in text if is_list else (text,):
-        if len(lines) > MAX_CAPTIONS:
-            raise Rejected("too many captions")
-        if isinstance(part, bytes | str) and len(part) > MAX_TEXT:
-            raise Rejected("caption too long")
-        if isinstance(part, bytes):
-            try:
-                part = part.decode("utf-8-sig")
-            except UnicodeDecodeError:
-                raise Rejected("caption is not UTF-8") from None
-        if isinstance(part, str):
-            lines += [part] if is_list else part.splitlines()
+    parts = [part for part in text if isinstance(part, bytes | str)] if is_list else [text]
+    if len(parts) > MAX_CAPTIONS:
+        raise Rejected("too many captions")
+    if any(len(part) > MAX_TEXT for part in parts):
+        raise Rejected("caption too long")
+    try:
+        parts = [part.decode("utf-8-sig") if isinstance(part, bytes) else part for part in parts]
+        "".join(parts).encode()  # fails for surrogates, to which a reader decoded invalid bytes
+    except UnicodeError:
+        raise Rejected("caption is not UTF-8") from None
+    lines = parts if is_list else parts[0].splitlines()
     if len(lines) > MAX_CAPTIONS or sum(map(len, lines)) > MAX_TEXT:
         raise Rejected("too many captions")
-    captions = tuple(line for line in (" ".join(line.split()) for line in lines) if line)
+    captions = [caption for line in lines if (caption := " ".join(line.split()))]
     if not captions:
         raise Rejected("empty caption")
-    try:
-        "".join(captions).encode()
-    except UnicodeEncodeError:  # a reader decoded invalid bytes to surrogates
-        raise Rejected("caption is not UTF-8") from None
-    captions = tuple(caption for caption in captions if len(caption) <= MAX_CAPTION)
-    if not captions:
+    if not (usable := tuple(caption for caption in captions if len(caption) <= MAX_CAPTION)):
         raise Rejected("caption too long")
-    return captions
+    return usable
 
 
 def digest(*parts: str | bytes) -> str:
@@ -177,3 +199,15 @@ def digest(*parts: str | bytes) -> str:
         data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
         state.update(len(data).to_bytes(8, "little") + data)
     return state.hexdigest()
+
+
+def fingerprint(paths: Iterable[Path]) -> str:
+    """Hash the names, sizes and times of files; only the names of unreadable files."""
+    parts = []
+    for path in paths:
+        try:
+            status = path.stat()
+            parts.append(f"{path.name} {status.st_size} {status.st_mtime_ns}")
+        except OSError:
+            parts.append(f"{path.name} unreadable")
+    return digest(*parts)

@@ -10,26 +10,13 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import date, time
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO
 
-from limner.data.sample import HELD_OUT, TRAIN, Rejected, Sample, digest
-from limner.errors import UserError
+from limner.data.sample import HELD_OUT, TRAIN, Rejected, is_environment_error
 
-__all__ = [
-    "Reader",
-    "fingerprint",
-    "is_environment_error",
-    "normalize_split",
-    "open_regular",
-    "opened",
-    "read_file",
-    "sanitize_metadata",
-    "split_from_names",
-]
+__all__ = ["normalize_split", "open_regular", "read_file", "sanitize_metadata", "split_from_names"]
 
 MAX_BYTES = 1 << 27  # of an encoded picture
 MAX_META = 1 << 20  # characters of one sample's metadata, as JSON
@@ -45,72 +32,18 @@ _SPLITS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), HELD_OUT),
 }
 
-_T = TypeVar("_T")
-
-
-def is_environment_error(error: Exception) -> bool:
-    """Return True for a fault of the installation or the machine, which is not a sample's defect: a package that cannot
-    be imported, too many open files, or any `UserError`."""
-    files = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
-    return files or isinstance(error, ImportError | UserError)
-
-
-class Reader:
-    """Base of the sources that read untrusted files.
-
-    A subclass implements `__len__`, `read`, `read_meta` and `fingerprint`. `read` and `read_meta` raise `Rejected` on a
-    defect. Any other exception is rejected as "unreadable sample", so that a bad sample never ends a loop over a
-    source. Faults of the environment (`is_environment_error`) pass unchanged.
-    """
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def read(self, index: int, picture: bool) -> Sample:
-        """Return a sample. With `picture` False its image may be empty, and the picture's file is not opened."""
-        raise NotImplementedError
-
-    def read_meta(self, index: int) -> dict[str, Any]:
-        """Return the metadata of a sample without opening the picture's file."""
-        raise NotImplementedError
-
-    def __getitem__(self, index: int) -> Sample:
-        return self._guarded(self.read, index, True)
-
-    def captions(self, index: int) -> tuple[str, ...]:
-        """See `Source.captions`."""
-        return self._guarded(self.read, index, False).captions
-
-    def meta(self, index: int) -> dict[str, Any]:
-        """See `Source.meta`."""
-        return self._guarded(self.read_meta, index)
-
-    def _guarded(self, read: Callable[..., _T], index: int, *options: bool) -> _T:
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        try:
-            return read(index % len(self), *options)
-        except Rejected:
-            raise
-        except Exception as error:
-            if is_environment_error(error):
-                raise
-            raise Rejected("unreadable sample") from error
-
-
 #: Flags to open a regular file for reading, without blocking if a FIFO has replaced it.
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
-def open_regular(path: str | os.PathLike[str]) -> int:
-    """Open a regular file for reading and return its descriptor; never block. Raises `OSError` for other paths."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device can have an effect
-        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    descriptor = os.open(path, _READ_FLAGS)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # it was replaced in between
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading; never block. Raises `OSError` for other paths."""
+    if stat.S_ISREG(os.stat(path).st_mode):  # opening a device can have an effect
+        descriptor = os.open(path, _READ_FLAGS)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # else it was replaced in between
+            return open(descriptor, "rb")
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    return descriptor
+    raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
 
 
 def read_file(
@@ -119,7 +52,7 @@ def read_file(
     """Read a regular file. Raises `Rejected` with reason `missing` if it cannot be read, or `larger` if it has more
     than `limit` bytes."""
     try:
-        with open(open_regular(path), "rb") as file:
+        with open_regular(path) as file:
             data = file.read(limit + 1)
     except (OSError, ValueError) as error:  # ValueError for an invalid name
         if is_environment_error(error):
@@ -128,28 +61,6 @@ def read_file(
     if len(data) > limit:
         raise Rejected(larger)
     return data
-
-
-@contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[int]:
-    """Open a file for `os.pread`, which threads can call at the same time; yields the descriptor."""
-    descriptor = os.open(path, _READ_FLAGS)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def fingerprint(paths: Iterable[Path]) -> str:
-    """Hash the names, sizes and times of files; only the names of unreadable files."""
-    parts = []
-    for path in paths:
-        try:
-            status = path.stat()
-            parts.append(f"{path.name} {status.st_size} {status.st_mtime_ns}")
-        except OSError:
-            parts.append(f"{path.name} unreadable")
-    return digest(*parts)
 
 
 def sanitize_metadata(raw: Any, split: str | None = None) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from limner.data.sample import MAX_TEXT, Rejected, Sample, parse_captions
-from limner.data.sanitize import MAX_BYTES, MAX_META, Reader, fingerprint, open_regular, opened, sanitize_metadata
+from limner.data.sample import MAX_TEXT, Rejected, Sample, Source, fingerprint, parse_captions
+from limner.data.sanitize import MAX_BYTES, MAX_META, open_regular, sanitize_metadata
 from limner.data.shard_writer import INCOMPLETE_MARK
 from limner.errors import UserError
 from limner.json_files import parse_json
@@ -36,7 +36,7 @@ _ABSENT = (MISSING, 0)
 _LIMITS = ((MAX_BYTES, "file too large"), (MAX_TEXT, "caption too long"), (MAX_META, "metadata too large"))
 
 
-class ShardReader(Reader):
+class ShardReader(Source):
     """A source of the samples in tar files, in file order.
 
     An element is a picture with the caption and the metadata of the same key, or a caption or metadata without a
@@ -91,8 +91,8 @@ class ShardReader(Reader):
             if size > limit:
                 raise Rejected(larger)
             spans.append((offset, size if slot or picture else 0))
-        with opened(self.paths[shard]) as file:
-            return [os.pread(file, size, offset) if offset >= 0 else None for offset, size in spans]
+        with open_regular(self.paths[shard]) as file:
+            return [os.pread(file.fileno(), size, offset) if offset >= 0 else None for offset, size in spans]
 
     def _sanitize(self, index: int, data: bytes | None) -> dict[str, Any]:
         try:
@@ -146,18 +146,16 @@ def tar_members(path: str | os.PathLike[str]) -> Iterator[Member]:
     Warns of damage; yields one damaged member if the file cannot be opened.
     """
     try:
-        descriptor = open_regular(path)
+        file = open_regular(path)
     except OSError as error:
         warnings.warn(f"{path} cannot be read ({error.strerror}): skipping it", stacklevel=2)
         yield Member(0, "", DAMAGED, 0)
         return
-    try:
-        for member in walk(partial(os.pread, descriptor), os.fstat(descriptor).st_size):
+    with file:
+        for member in walk(partial(os.pread, file.fileno()), os.fstat(file.fileno()).st_size):
             if member.offset == DAMAGED:
                 warnings.warn(f"{path} is damaged at byte {member.size}: the rest of the file is skipped", stacklevel=2)
             yield member
-    finally:
-        os.close(descriptor)
 
 
 def walk(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:

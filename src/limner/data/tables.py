@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from limner.data.arrow_tables import Arrow, Parquet
-from limner.data.sample import Rejected, Sample, parse_captions
-from limner.data.sanitize import MAX_BYTES, MAX_COLUMNS, Reader, fingerprint, open_regular, read_file, sanitize_metadata
+from limner.data.sample import Rejected, Sample, Source, fingerprint, parse_captions
+from limner.data.sanitize import MAX_BYTES, MAX_COLUMNS, open_regular, read_file, sanitize_metadata
 from limner.data.text_tables import Csv, Jsonl
 from limner.errors import UserError
 
@@ -31,7 +31,7 @@ IMAGE_COLUMNS = (
 _BASE64_STARTS = ("data:image/", "/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD")  # JPEG, PNG, WebP, GIF
 
 
-class TableSource(Reader):
+class TableSource(Source):
     """A source of the rows of tables. Among several tables, an unreadable one counts as one element.
 
     Raises `UserError` if a single table is unreadable, if pyarrow is missing, or if a column is not found.
@@ -135,7 +135,7 @@ def _find_column(role: str, wanted: str | None, known: Sequence[str], columns: S
 def _open_table(path: Path, alone: bool) -> Parquet | Arrow | Csv | Jsonl | _Unreadable:
     kind = {".parquet": Parquet, ".arrow": Arrow, ".csv": Csv, ".tsv": Csv}.get(path.suffix.lower(), Jsonl)
     try:
-        os.close(open_regular(path))
+        open_regular(path).close()
         return kind(path)
     except OSError as error:
         problem = UserError(f"{path} cannot be read: {error.strerror or error}")

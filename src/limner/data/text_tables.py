@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from limner.data.sample import Rejected
-from limner.data.sanitize import MAX_COLUMNS, opened
+from limner.data.sanitize import MAX_COLUMNS, open_regular
 from limner.errors import UserError
 from limner.json_files import parse_json
 
@@ -54,8 +54,8 @@ class _TextTable:
 
     def _decode(self, start: int, stop: int) -> str:
         """Decode a span. Invalid UTF-8 bytes become surrogates, which `parse_captions` rejects."""
-        with opened(self.path) as file:
-            return os.pread(file, stop - start, start).decode("utf-8-sig", "surrogateescape")
+        with open_regular(self.path) as file:
+            return os.pread(file.fileno(), stop - start, start).decode("utf-8-sig", "surrogateescape")
 
 
 class Jsonl(_TextTable):

@@ -11,7 +11,7 @@ from limner.data.augment import augment_none
 from limner.data.datasets import CaptionEncoding, ImageCaptionDataset, TokenDataset
 from limner.data.hard_negative_captions import Distractors
 from limner.data.image_encode import image_bytes
-from limner.data.sample import Rejected, Sample
+from limner.data.sample import Rejected, Sample, Source
 from limner.data.stream import Stream
 from limner.errors import UserError
 from limner.numerics.seeding import splitmix64
@@ -36,7 +36,7 @@ def words(length=6, **options):
     return CaptionEncoding(tokenizer=Words(), length=length, **options)
 
 
-class Memory:
+class Memory(Source):
     """Pictures in memory; some are bad."""
 
     def __init__(self, n, bad=()):
@@ -47,13 +47,13 @@ class Memory:
     def __len__(self):
         return len(self.pixels)
 
-    def __getitem__(self, index):
+    def read(self, index, picture):
         if index in self.bad:
             raise Rejected(self.bad[index])
         captions = (f"picture number {index}", f"number {index} in another phrasing")
         return Sample(image_bytes(self.pixels[index]), captions)
 
-    def meta(self, index):
+    def read_meta(self, index):
         return {}
 
     def fingerprint(self):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from limner.data.sample import Sample
+from limner.data.sample import Sample, Source
 from limner.errors import UserError
 from limner.evaluation import zero_shot
 from limner.evaluation.zero_shot import ZeroShotTask, cosine_similarity, dataset_task, evaluate, scene_task
@@ -67,18 +67,18 @@ def test_progress_counts_every_picture_and_prompt_once():
     assert sum(counted) == 2 * 2 + 5
 
 
-class Few:
+class Few(Source):
     """Three pictures, one of them held out."""
 
     def __len__(self):
         return 3
 
-    def __getitem__(self, i):
+    def read(self, i, picture):
         from limner.data.image_encode import image_bytes
 
-        return Sample(image_bytes(np.full((8, 8, 3), 40 * i, np.uint8)), (f"thing {i}",), self.meta(i))
+        return Sample(image_bytes(np.full((8, 8, 3), 40 * i, np.uint8)), (f"thing {i}",), self.read_meta(i))
 
-    def meta(self, i):
+    def read_meta(self, i):
         return {"emoji": str(i), "family": "all", "split": "held-out" if i == 1 else "train"}
 
 
