@@ -252,10 +252,11 @@ def _print_summary(source: object, summary: Mapping[str, Any]) -> None:
 
 def _print_counts(source: object, kept: int, rejected: dict[str, int], splits: dict[str, int] | None = None) -> None:
     """Print the numbers of samples kept, rejected by reason, and in each split."""
-    from limner.data.prepare import Counts
-    from limner.data.sample import describe_unread
+        from limner.data.sample import describe_unread
+    from limner.data.shard_writer import Counts
 
-    print(f"{escape_control(source)}\n{Counts(kept, {escape_control(reason): n for reason, n in rejected.items()})}")
+    counts = Counts(kept, Counter({escape_control(reason): n for reason, n in rejected.items()}))
+    print(f"{escape_control(source)}\n{counts}")
     if splits:
         counts = [f"{name} {count:,}" for name, count in sorted(splits.items())]
         more = f" and {len(counts) - 20:,} more" if len(counts) > 20 else ""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import floor
-from typing import TypeVar
+from typing import Any
 
 from limner.data.area_resize import area_resize
 from limner.data.filters import Filters
@@ -20,32 +20,9 @@ from limner.data.image_decode import decoded
 from limner.data.image_encode import image_bytes
 from limner.data.open_source import open_source
 from limner.data.sample import Rejected, Sample, Source, format_reasons
-from limner.data.shard_writer import ShardWriter
+from limner.data.shard_writer import Counts, ShardWriter
 from limner.errors import UserError
 from limner.progress import Advance
-
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Numbers of samples: kept, rejected by reason, and kept by split."""
-
-    kept: int
-    rejected: dict[str, int] = field(default_factory=dict)
-    splits: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        return self.kept + sum(self.rejected.values())
-
-    def __str__(self) -> str:
-        """Format a table: kept first, then the reasons, most frequent first."""
-        reasons = sorted(self.rejected.items(), key=lambda item: (-item[1], item[0]))
-        rows = [("kept", self.kept)] + [(f"rejected: {reason}", n) for reason, n in reasons]
-        width = max(len(name) for name, _ in rows)
-        digits = len(f"{self.total:,}")
-        return "\n".join(f"{name:<{width}}  {n:>{digits},}  {n / max(1, self.total):6.1%}" for name, n in rows)
 
 
 def prepare(
@@ -68,19 +45,12 @@ def prepare(
     """
     if isinstance(source, str | os.PathLike):
         source = open_source(source)
-    data, sample_filters = source, filters or Filters()
-
-    def process(index: int) -> tuple[Sample, str] | str:
-        try:
-            return _prepare_one(data[index], sample_filters, size)
-        except Rejected as rejection:
-            return rejection.reason
-
-    without_split = 0
+    prepare_one, without_split = partial(_prepare_one, source, filters or Filters(), size), 0
     with ShardWriter(out) as writer:
-        for result in _map_ahead(process, len(data), threads):
+        counts = writer.counts
+        for result in _map_ahead(prepare_one, len(source), threads or os.cpu_count() or 1):
             if isinstance(result, str):
-                writer.reject(result)
+                counts.rejected[result] += 1
             else:
                 sample, suffix = result
                 meta = {k: v for k, v in sample.meta.items() if k != "key"}
@@ -90,27 +60,29 @@ def prepare(
                 writer.write(sample.image, sample.captions, meta, suffix)
             if progress:
                 progress(1)
-        counts = Counts(writer.kept, dict(writer.rejected.most_common()), dict(writer.splits))
-        if not writer.kept:
-            reasons = format_reasons(writer.rejected)
+        if not counts.kept:
+            reasons = format_reasons(counts.rejected)
             raise UserError(f"none of the {counts.total} samples can be used ({reasons}): check data and filters")
     return counts
 
 
-def _prepare_one(sample: Sample, filters: Filters, size: int | None) -> tuple[Sample, str]:
-    """Return the sample to write and the suffix of its picture. Raises `Rejected` if it is bad."""
-    captions, suffix = filters.captions(sample.captions), _suffix(sample.image)
-    with decoded(sample.image) as image:
-        height, width = image.shape[:2]
-        filters.image(height, width)
-        shrinks = bool(size) and min(height, width) > size
-        if suffix and not shrinks:
-            return Sample(sample.image, captions, sample.meta), suffix
-        if shrinks:
-            scale = size / min(height, width)
-            image = area_resize(image, max(size, round(height * scale)), max(size, round(width * scale)))
-        suffix = suffix if suffix == "jpg" else "png"  # `prepare` encodes no other kind
-        return Sample(image_bytes(image, "JPEG" if suffix == "jpg" else "PNG"), captions, sample.meta), suffix
+def _prepare_one(source: Source, filters: Filters, size: int | None, index: int) -> tuple[Sample, str] | str:
+    """Return the sample to write and the suffix of its picture, or the reason to reject it."""
+    try:
+        sample = source[index]
+        captions, data, suffix = filters.captions(sample.captions), sample.image, _suffix(sample.image)
+        with decoded(data) as image:
+            height, width = image.shape[:2]
+            filters.image(height, width)
+            if shrinks := size and min(height, width) > size:
+                scale = size / min(height, width)
+                image = area_resize(image, max(size, round(height * scale)), max(size, round(width * scale)))
+            if shrinks or not suffix:
+                suffix = "jpg" if suffix == "jpg" else "png"  # the kinds that `image_bytes` encodes
+                data = image_bytes(image, "JPEG" if suffix == "jpg" else "PNG")
+        return Sample(data, captions, sample.meta), suffix
+    except Rejected as rejection:
+        return rejection.reason
 
 
 def _is_held_out(n: int, share: float) -> bool:
@@ -127,11 +99,9 @@ def _suffix(data: bytes) -> str | None:
     return "webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
 
 
-def _map_ahead(function: Callable[[int], _T], count: int, threads: int | None) -> Iterator[_T]:
+def _map_ahead(function: Callable[[int], Any], count: int, threads: int) -> Iterator[Any]:
     """Yield `function` of 0, 1, ... `count` - 1, computed in threads with a bounded number of pending results."""
-    threads = threads or os.cpu_count() or 1
-    pending: deque[Future[_T]] = deque()
-    pool = ThreadPoolExecutor(threads)
+    pending, pool = deque(), ThreadPoolExecutor(threads)
     try:
         for index in range(count):
             pending.append(pool.submit(function, index))

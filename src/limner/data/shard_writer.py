@@ -16,6 +16,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,27 @@ from limner.errors import UserError
 from limner.json_files import to_json, write_json
 
 SUMMARY, INCOMPLETE_MARK = "dataset.json", "INCOMPLETE"
+
+
+@dataclass
+class Counts:
+    """Numbers of samples: kept, rejected by reason, and kept by split."""
+
+    kept: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    splits: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        return self.kept + sum(self.rejected.values())
+
+    def __str__(self) -> str:
+        """Format a table: kept first, then the reasons, most frequent first."""
+        reasons = sorted(self.rejected.items(), key=lambda item: (-item[1], item[0]))
+        rows = [("kept", self.kept)] + [(f"rejected: {reason}", n) for reason, n in reasons]
+        width = max(len(name) for name, _ in rows)
+        digits = len(f"{self.total:,}")
+        return "\n".join(f"{name:<{width}}  {n:>{digits},}  {n / max(1, self.total):6.1%}" for name, n in rows)
 
 
 def is_complete(folder: str | os.PathLike[str]) -> bool:
@@ -44,7 +66,7 @@ class ShardWriter:
 
     def __init__(self, folder: str | os.PathLike[str], per_shard: int = 10_000) -> None:
         self.folder, self.per_shard = Path(folder), per_shard
-        self.kept, self.rejected, self.splits = 0, Counter[str](), Counter[str]()
+        self.counts = Counts()
         self._lock, self._shard = ExitStack(), ExitStack()
         self._tar: tarfile.TarFile | None = None
 
@@ -61,34 +83,32 @@ class ShardWriter:
         self, image: bytes, captions: Sequence[str], meta: dict[str, Any] | None = None, suffix: str = "png"
     ) -> None:
         """Add a sample. `image` is an encoded picture and `suffix` its file suffix."""
-        if self._tar is None or self.kept % self.per_shard == 0:
+        kept = self.counts.kept
+        if self._tar is None or kept % self.per_shard == 0:
             self._shard.close()
-            file = self._shard.enter_context(atomic_writer(self.folder / f"{self.kept // self.per_shard:05d}.tar"))
+            file = self._shard.enter_context(atomic_writer(self.folder / f"{kept // self.per_shard:05d}.tar"))
             tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)
             self._tar = self._shard.enter_context(tar)
-        key = f"{self.kept:09d}"
+        key = f"{kept:09d}"
         meta = {"key": key, **(meta or {})}
         text, data = "\n".join(captions).encode(), to_json(meta, ensure_ascii=False).encode()
         for name, content in ((suffix, image), ("txt", text), ("json", data)):
             info = tarfile.TarInfo(f"{key}.{name}")
             info.size = len(content)
             self._tar.addfile(info, io.BytesIO(content))
-        self.kept += 1
+        self.counts.kept += 1
         if "split" in meta:
-            self.splits[meta["split"]] += 1
-
-    def reject(self, reason: str) -> None:
-        """Count a rejected sample."""
-        self.rejected[reason] += 1
+            self.counts.splits[meta["split"]] += 1
 
     def summary(self) -> dict[str, Any]:
         """Return the content of `dataset.json`: numbers of samples (all, kept, by reason, by split) and shards."""
+        counts = self.counts
         return {
-            "count": self.kept + sum(self.rejected.values()),
-            "kept": self.kept,
-            "rejected": dict(self.rejected.most_common()),
-            "splits": dict(self.splits),
-            "shards": -(-self.kept // self.per_shard),
+            "count": counts.total,
+            "kept": counts.kept,
+            "rejected": dict(counts.rejected.most_common()),
+            "splits": dict(counts.splits),
+            "shards": -(-counts.kept // self.per_shard),
         }
 
     def __enter__(self) -> ShardWriter:

@@ -58,7 +58,7 @@ def write_glyphs(
             drawn = list(_draw(sets, settings.size, renderer, writer, progress or (lambda _: None)))
         glyphs, pictures = [glyph for glyph, _ in drawn], [picture for _, picture in drawn]
         pixels = [hashlib.sha256(picture).digest()[:16] for picture in pictures]
-        kept = select(glyphs, pixels, settings.styles, writer.rejected)
+        kept = select(glyphs, pixels, settings.styles, writer.counts.rejected)
         if not kept:
             raise UserError(f"no subject exists in {settings.styles} styles: name more sets, or reduce --styles")
         looks = _looks([(glyphs[i].style, pictures[i]) for i in kept])
@@ -77,14 +77,14 @@ def _draw(
 ) -> Iterator[tuple[Glyph, bytes]]:
     """Yield the drawings of all sets with their PNGs; count those that cannot be drawn."""
     for icon_set in sets:
-        for glyph in glyphs_of(icon_set, writer.rejected):
+        for glyph in glyphs_of(icon_set, writer.counts.rejected):
             try:
                 picture = renderer.render(icon_set.svg(glyph.icon), size)[..., 0]
                 if picture.min() > _LIGHTEST:
                     raise Rejected("empty drawing")
                 yield glyph, image_bytes(picture)
             except Rejected as rejection:
-                writer.reject(rejection.reason)
+                writer.counts.rejected[rejection.reason] += 1
             progress(1)
 
 

@@ -129,14 +129,14 @@ def write_icons(
             partners[drawing.subject].append(drawing)
     joined, kinds = Counter[str](), Counter[str]()
     with ShardWriter(out) as writer, SVGRenderer() as renderer:
-        writer.rejected.update({reason: count for reason, count in rejected.items() if count})
+        writer.counts.rejected.update({reason: count for reason, count in rejected.items() if count})
 
         def write(sample: IconDrawing | IconPair, phrases: Sequence[str], prefix: str = "") -> bool:
             """Write a sample, and return True if it can be drawn."""
             try:
                 picture = _render(renderer, sample, settings)
             except Rejected as rejection:
-                writer.reject(prefix + rejection.reason)
+                writer.counts.rejected[prefix + rejection.reason] += 1
                 return False
             writer.write(image_bytes(picture), phrases, sample.metadata)
             return True
@@ -152,8 +152,8 @@ def write_icons(
                 )
             if progress:
                 progress(1)
-        if not writer.kept:
-            reasons = ", ".join(f"{reason}: {n}" for reason, n in writer.rejected.items())
+        if not writer.counts.kept:
+            reasons = ", ".join(f"{reason}: {n}" for reason, n in writer.counts.rejected.items())
             raise UserError(f"these sets have nothing to draw ({reasons or 'they are empty'}): name other sets")
     return {**writer.summary(), "subjects": len(partners), "joined": dict(joined), "kinds": dict(kinds)}
 

@@ -31,9 +31,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from limner.data.area_resize import area_resize
 from limner.data.image_encode import image_bytes
-from limner.data.prepare import Counts
 from limner.data.sample import Rejected
-from limner.data.shard_writer import ShardWriter
+from limner.data.shard_writer import Counts, ShardWriter
 from limner.errors import UserError
 from limner.progress import Advance
 
@@ -211,7 +210,7 @@ def write_emoji(
             try:
                 picture = renderer.render(emoji.text, size)
             except Rejected as rejection:
-                writer.reject(rejection.reason)
+                writer.counts.rejected[rejection.reason] += 1
             else:
                 meta = {
                     "emoji": emoji.text, "name": emoji.name, "base": emoji.base,
@@ -220,4 +219,4 @@ def write_emoji(
                 writer.write(image_bytes(picture), emoji.captions, meta)
             if progress:
                 progress(1)
-        return Counts(writer.kept, dict(writer.rejected.most_common()))
+        return writer.counts

@@ -2,6 +2,7 @@
 
 import io
 import zlib
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from PIL import Image
 from limner.data.filters import Filters
 from limner.data.image_decode import decode_image
 from limner.data.open_source import open_source
-from limner.data.prepare import Counts, prepare
+from limner.data.prepare import prepare
+from limner.data.shard_writer import Counts
 from limner.errors import UserError
 from no_filters import NO_FILTERS
 
@@ -74,7 +76,7 @@ REJECTED = {
 def test_every_defect_is_counted(messy, tmp_path):
     calls = []
     counts = prepare(messy, tmp_path / "out", progress=calls.append)
-    assert counts == Counts(3, REJECTED, {"train": 2, "held-out": 1})
+    assert counts == Counts(3, Counter(REJECTED), Counter({"train": 2, "held-out": 1}))
     assert calls == [1] * 13
     source = open_source(tmp_path / "out")
     assert [source[n].captions[0] for n in range(3)] == [
@@ -138,7 +140,7 @@ def test_nothing_good_is_a_mistake(tmp_path):
 
 
 def test_the_table():
-    text = str(Counts(1200, {"broken image": 3, "caption too short": 40}))
+    text = str(Counts(1200, Counter({"broken image": 3, "caption too short": 40})))
     assert text.splitlines() == [
         "kept                         1,200   96.5%",
         "rejected: caption too short     40    3.2%",

@@ -43,7 +43,7 @@ def test_summary_counts(tmp_path):
         writer.write(b"x", ["a b"], {"split": "train"})
         writer.write(b"y", ["c d"], {"split": "held-out"})
         for reason in ("broken image", "missing caption", "broken image"):
-            writer.reject(reason)
+            writer.counts.rejected[reason] += 1
     assert json.loads((tmp_path / "out/dataset.json").read_text()) == {
         "count": 5,
         "kept": 2,
