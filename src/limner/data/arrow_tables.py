@@ -109,7 +109,7 @@ class Parquet(_RowGroups):
 
 
 class Arrow(_RowGroups):
-    """An Arrow IPC file: a stream, as `datasets` writes, or a file with a footer.
+    """An Arrow IPC file: a stream, as `datasets` writes, or a file with a footer, which holds a stream after its magic.
 
     Memory-mapping leaves its batches in the file, unless they are compressed: `MAX_GROUP_BYTES` bounds these.
     """
@@ -117,28 +117,24 @@ class Arrow(_RowGroups):
     def __init__(self, path: Path) -> None:
         pyarrow = _pyarrow(path)
         damage = (pyarrow.ArrowException, OSError, ValueError)
-        self._batches: list[Any] = []
-        intact = True
         try:
-            mapped = pyarrow.memory_map(str(path))
-            data = mapped.read_buffer()
-            has_footer = bytes(data[:6]) == b"ARROW1"
-            file = pyarrow.ipc.open_file(mapped) if has_footer else pyarrow.ipc.open_stream(data)
-            batches = (file.get_batch(n) for n in range(file.num_record_batches)) if has_footer else file
-            size = sum(map(_decompressed_size, _messages(data, has_footer)))
+            data = pyarrow.memory_map(str(path)).read_buffer()
+            stream = data[8:] if bytes(data[:6]) == b"ARROW1" else data
+            batches = pyarrow.ipc.open_stream(stream)
+            size = sum(map(_decompressed_size, _messages(stream)))
         except damage as error:
             raise UserError(f"{path} is not an Arrow file: {_first_line(error)}") from None
         if size > MAX_GROUP_BYTES:
             limit = f"the maximum is {MAX_GROUP_BYTES:,}"
             raise UserError(f"{path} decompresses to {size:,} bytes, and {limit}: write it without compression")
+        self._batches, lost = [], [1]
         try:
             self._batches += batches
+            lost = []
         except damage as error:
             warnings.warn(f"{path} is damaged ({_first_line(error)}): the rest of the file is skipped", stacklevel=2)
-            intact = False
-        size = path.stat().st_size
-        counts = [len(batch) if len(batch) <= size else 1 for batch in self._batches]
-        super().__init__(file.schema.names, counts + [1] * (not intact))
+        counts = [len(batch) if len(batch) <= len(data) else 1 for batch in self._batches]
+        super().__init__(batches.schema.names, counts + lost)
 
     def _load(self, group: int) -> Any:
         import pyarrow
@@ -151,34 +147,31 @@ class Arrow(_RowGroups):
         return pyarrow.Table.from_arrays(columns, names=self.columns)
 
 
-# Reading an Arrow file decompresses it. The functions below find its size before, from the sizes at the beginning of
-# its compressed buffers. The buffers' positions are in FlatBuffers tables (`File.fbs` and `Message.fbs` of the Arrow
-# format), which pyarrow verifies but does not show.
-
-
-def _messages(data: Any, has_footer: bool) -> Iterator[Any]:
-    """Yield the messages of an Arrow stream or file up to the first damage."""
+def _messages(stream: Any) -> Iterator[Any]:
+    """Yield the messages of an Arrow stream up to the first damage."""
     from pyarrow import ArrowException, ipc
 
     with suppress(ArrowException, OSError, ValueError):
-        if not has_footer:
-            yield from ipc.MessageReader.open_stream(data)
-            return
-        (length,) = struct.unpack("<i", data[-10:-6])
-        footer = bytes(data[-10 - length : -10])
-        for field in (2, 3):  # dictionaries and record batches
-            for (offset,) in _structs(footer, _pointer(footer, 0), field, "<q16x"):
-                yield ipc.read_message(data[offset:])
+        yield from ipc.MessageReader.open_stream(stream)
 
 
 def _decompressed_size(message: Any) -> int:
-    """Return the bytes of a message's compressed buffers after decompression."""
+    """Return the bytes of a message's compressed buffers after decompression.
+
+    The size is at the beginning of each buffer. The buffers' positions are in FlatBuffers tables (`Message.fbs` of the
+    Arrow format), which pyarrow verifies but does not show.
+    """
+    if message.type == "schema":
+        return 0
     data, size = bytes(message.metadata), 0
     batch = _pointer(data, _field(data, _pointer(data, 0), 2))
     if message.type == "dictionary":
         batch = _pointer(data, _field(data, batch, 1))
-    if message.type != "schema" and _field(data, batch, 3):  # it has a compression
-        for offset, length in _structs(data, batch, 2, "<qq"):
+    buffers, has_compression = _field(data, batch, 2), _field(data, batch, 3)
+    if buffers and has_compression:
+        start = _pointer(data, buffers) + 4
+        (count,) = struct.unpack_from("<I", data, start - 4)
+        for offset, length in struct.iter_unpack("<qq", data[start : start + 16 * count]):
             prefix = bytes(message.body[offset : offset + min(8, length)])
             size += max(0, int.from_bytes(prefix, "little", signed=True))  # -1: the buffer is not compressed
     return size
@@ -194,14 +187,6 @@ def _field(data: bytes, table: int, number: int) -> int:
     (size,) = struct.unpack_from("<H", data, entries)
     offset = struct.unpack_from("<H", data, entries + 4 + 2 * number)[0] if 4 + 2 * number < size else 0
     return table + offset if offset else 0
-
-
-def _structs(data: bytes, table: int, field: int, layout: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the elements of a field that is a vector of structs."""
-    if at := _field(data, table, field):
-        start = _pointer(data, at) + 4
-        (count,) = struct.unpack_from("<I", data, start - 4)
-        yield from struct.iter_unpack(layout, data[start : start + count * struct.calcsize(layout)])
 
 
 def _pyarrow(path: Path) -> Any:
