@@ -2,19 +2,16 @@
 
 All follow the `Dataset` protocol of `stream.py`: `batch(indices, seeds)` draws all randomness of a
 sample from the sample's seed. A sample therefore does not depend on its batch, thread or rank.
-
-A bad sample never stops a run. `ImageCaptionDataset` replaces it by the next good one and counts
-the defect in `rejected`.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,11 +22,10 @@ from limner.data.augment import get_augment
 from limner.data.hard_negative_captions import Distractors, FalsityTest
 from limner.data.image_decode import decoded
 from limner.data.sample import Rejected, Source, format_reasons
-from limner.data.stream import Dataset
 from limner.errors import UserError
 from limner.text import PAD
 
-__all__ = ["CaptionEncoder", "CaptionEncoding", "Dataset", "EncodedDataset", "ImageCaptionDataset", "TokenDataset"]
+__all__ = ["CaptionEncoder", "CaptionEncoding", "EncodedDataset", "ImageCaptionDataset", "TokenDataset"]
 
 Rngs = Sequence[np.random.Generator]  # one for each caption
 
@@ -62,7 +58,7 @@ class CaptionEncoding:
         phrasing = phrasings[int(rng.integers(len(phrasings)))]
         return None if rng.random() < self.caption_dropout else phrasing
 
-    def encode(self, captions: Iterable[str | None], rngs: Sequence[np.random.Generator]) -> Tensor:
+    def encode(self, captions: Iterable[str | None], rngs: Rngs) -> Tensor:
         """Encode captions to Long [B, T], each with its generator; None becomes all padding."""
         rows = [(row, caption) for row, caption in enumerate(captions) if caption is not None]
         out = torch.full((len(rngs), self.length), PAD)
@@ -73,7 +69,7 @@ class CaptionEncoding:
 
 
 class ImageCaptionDataset:
-    """A data set that decodes and augments pictures on demand.
+    """A data set that decodes and augments pictures on demand, and replaces a bad sample by the next good one.
 
     `augment` is "dvae" (Listing 1), "prior" (Listing 2) or "none" (the central square, resized). With `text`, batches
     hold a random phrasing of each caption, and distractors. `threads` threads decode and resize without the GIL.
@@ -104,8 +100,6 @@ class ImageCaptionDataset:
         caches = augment == "none" and len(source) * 3 * size**2 <= cache_bytes
         self._cached_pixels = np.empty((len(source), 3, size, size), np.uint8) if caches else None
         self._cached_captions: dict[int, tuple[tuple[str, ...], FalsityTest | None]] = {}
-        self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.source)
@@ -113,51 +107,44 @@ class ImageCaptionDataset:
     @property
     def rejected(self) -> Counter[str]:
         """Number of bad samples read so far, by reason; each sample counts once."""
-        with self._lock:
-            return Counter(self._defects.values())
+        return Counter(list(self._defects.values()))  # a list, since threads may add defects
 
     def _read(
         self, index: int, rng: np.random.Generator, out: np.ndarray
-    ) -> tuple[tuple[str, ...], FalsityTest | None, str | None]:
-        """Write sample `index`, augmented, into `out` [3, size, size]. Returns its captions, the test for captions that
-        are false for it (None if unknown, or without distractors), and the reason if the sample is bad."""
+    ) -> tuple[tuple[str, ...], FalsityTest | None] | str:
+        """Write sample `index`, augmented, into `out` [3, size, size]. Returns its captions and the test for captions
+        that are false for it (None if unknown, or without distractors); for a bad sample the reason."""
         if index in self._defects:
-            return (), None, self._defects[index]
+            return self._defects[index]
         if self._cached_pixels is not None and index in self._cached_captions:
             out[:] = self._cached_pixels[index]
-            return *self._cached_captions[index], None
+            return self._cached_captions[index]
         try:
             sample = self.source[index]
             with decoded(sample.image, target=self._target, reuse=True) as image:
                 out[:] = self.augment(image, self.size, rng).transpose(2, 0, 1)
         except Rejected as rejected:
-            with self._lock:
-                self._defects[index] = rejected.reason
-            return (), None, rejected.reason
+            self._defects[index] = rejected.reason
+            return rejected.reason
         distractors = self.text and self.text.distractors
-        is_false = distractors.falsity_test(sample.meta) if distractors else None
+        result = sample.captions, distractors.falsity_test(sample.meta) if distractors else None
         if self._cached_pixels is not None:
             self._cached_pixels[index] = out
-            self._cached_captions[index] = sample.captions, is_false
-        return sample.captions, is_false, None
+            self._cached_captions[index] = result
+        return result
 
-    def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[int, tuple[str, ...], Any, FalsityTest | None]:
-        """Write one training sample into `out`. Returns its index, its captions, its generator, and the test for
-        captions that are false for it."""
+    def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[int, Any, tuple[str, ...], FalsityTest | None]:
+        """Write one training sample into `out`. Returns its index, its generator, and the result of `_read`."""
         n = len(self.source)
         for candidate in ((index + step) % n for step in range(n)):
             rng = np.random.default_rng(seed)
-            captions, is_false, reason = self._read(candidate, rng, out)
-            if reason is None:
-                return candidate, captions, rng, is_false
+            if not isinstance(result := self._read(candidate, rng, out), str):
+                return candidate, rng, *result
         raise UserError(f"none of the {n} samples can be used ({format_reasons(self.rejected)}): check the data")
 
-    def _map(self, function: Any, *arguments: Any) -> list[Any]:
-        if self.threads == 1:
-            return list(map(function, *arguments))
-        with self._lock:
-            self._pool = self._pool or ThreadPoolExecutor(self.threads, "decode")
-        return list(self._pool.map(function, *arguments))
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.threads, "decode")
 
     def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
         """Return {"pixels": uint8 [B, 3, size, size], "index": Long [B]}, with `text` also {"text": Long [B, T]}, and
@@ -166,8 +153,8 @@ class ImageCaptionDataset:
         "index" names the samples read: the next good one replaces a bad one. Raises `UserError` if all are bad.
         """
         pixels = np.empty((len(indices), 3, self.size, self.size), np.uint8)
-        samples = self._map(self._sample, indices.tolist(), seeds.tolist(), pixels)
-        read, phrasings, rngs, tests = zip(*samples, strict=True)
+        samples = self._pool.map(self._sample, indices.tolist(), seeds.tolist(), pixels)
+        read, rngs, phrasings, tests = zip(*samples, strict=True)
         batch = {"pixels": torch.from_numpy(pixels), "index": torch.tensor(read)}
         if self.text is None:
             return batch
@@ -187,20 +174,14 @@ class ImageCaptionDataset:
         pixels uint8 [B, 3, size, size], all captions, and the number of bad samples by reason."""
         pixels = np.empty((len(indices), 3, self.size, self.size), np.uint8)
         rngs = [np.random.default_rng(0) for _ in indices]
-        results = self._map(self._read, indices.tolist(), rngs, pixels)
-        good = np.array([reason is None for *_, reason in results], bool)
-        return (
-            indices[good],
-            torch.from_numpy(pixels[good]),
-            [captions for captions, _, reason in results if reason is None],
-            Counter(reason for *_, reason in results if reason is not None),
-        )
+        results = list(self._pool.map(self._read, indices.tolist(), rngs, pixels))
+        good = np.array([not isinstance(result, str) for result in results], bool)
+        captions = [result[0] for result in results if not isinstance(result, str)]
+        rejected = Counter(result for result in results if isinstance(result, str))
+        return indices[good], torch.from_numpy(pixels[good]), captions, rejected
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_pool", "_lock")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _pool=None, _lock=threading.Lock())
+        return {k: v for k, v in self.__dict__.items() if k != "_pool"}
 
 
 class TokenDataset:

@@ -32,7 +32,7 @@ def prepare(
     filters: Filters | None = None,
     size: int | None = None,
     held_out: float = 0.02,
-    progress: Advance | None = None,
+    progress: Advance = lambda done: None,
     threads: int | None = None,
 ) -> Counts:
     """Write the good samples of `source`, or of the path `source`, to shards in `out`.
@@ -58,8 +58,7 @@ def prepare(
                     meta["split"] = "held-out" if _is_held_out(without_split, held_out) else "train"
                     without_split += 1
                 writer.write(sample.image, sample.captions, meta, suffix)
-            if progress:
-                progress(1)
+            progress(1)
         if not counts.kept:
             reasons = format_reasons(counts.rejected)
             raise UserError(f"none of the {counts.total} samples can be used ({reasons}): check data and filters")

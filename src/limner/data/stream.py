@@ -46,9 +46,8 @@ def per_rank_batch_size(batch: int, world: int, setting: str = "") -> int:
     """Return the samples of a batch per rank. Raises `UserError`, which names `setting` if given, if `world` does not
     divide `batch`."""
     if batch % world:
-        suffix = f" for {setting}" if setting else ""
-        multiple = f"choose a multiple of {world}{suffix}"
-        raise UserError(f"a batch of {batch} cannot be divided among {world} ranks: {multiple}")
+        multiple = f"a multiple of {world}" + (f" for {setting}" if setting else "")
+        raise UserError(f"a batch of {batch} cannot be divided among {world} ranks: choose {multiple}")
     return batch // world
 
 
@@ -81,8 +80,6 @@ class Stream:
     def shard(self, rank: int, world: int) -> None:
         """Restrict the stream to rank `rank` of `world`: `batch_size / world` samples of each batch."""
         per_rank_batch_size(self.batch_size, world)
-        if not 0 <= rank < world:
-            raise ValueError(f"rank {rank} is not in [0, {world})")
         self._cancel_prefetched()
         self.rank, self.world = rank, world
 

@@ -60,7 +60,7 @@ def encode_tokens(
     cache_dir: str | Path,
     batch_size: int = 64,
     part_size: int = 4096,
-    progress: Advance | None = None,
+    progress: Advance = lambda done: None,
 ) -> TokenCache:
     """Return the tokens of every good picture of `source`, from the cache or by `encode`.
 
@@ -73,16 +73,14 @@ def encode_tokens(
     parts = []
     for start in range(0, len(source), part_size):
         stem, stop = folder / f"{len(parts):05d}", min(start + part_size, len(source))
-        part = _load_part(stem)
-        if part is not None and progress:
+        if (part := _load_part(stem)) is not None:
             progress(stop - start)
-        if part is None:
+        else:
             batches = []
             for first in range(start, stop, batch_size):
                 rows = np.arange(first, min(first + batch_size, stop))
                 batches.append(_encode_batch(images, encode, rows))
-                if progress:
-                    progress(len(rows))
+                progress(len(rows))
             part = _join(batches)
             _save_part(stem, part)
         parts.append(part)
@@ -115,8 +113,8 @@ def _save_part(stem: Path, part: TokenCache) -> None:
     # Captions first: the file of tokens marks a part as present.
     text = {"captions": part.captions, "rejected": part.rejected}
     write_json(stem.with_suffix(".json"), text, ensure_ascii=False)
-    arrays = {"tokens": part.tokens, "indices": part.indices}
-    atomic_write_bytes(stem.with_suffix(".safetensors"), save(arrays))
+    arrays = save({"tokens": part.tokens, "indices": part.indices})
+    atomic_write_bytes(stem.with_suffix(".safetensors"), arrays)
 
 
 def _load_part(stem: Path) -> TokenCache | None:
