@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from limner.data.sample import Rejected, Source
@@ -27,18 +28,15 @@ def attribution(source: Source) -> list[dict[str, Any]]:
 
     A picture counts once in a row. If mappings in its metadata attribute parts of it, it counts in their rows, too.
     """
-    return _table((row, 1) for rows in _rows(source) for row in sorted(rows))
+    return _table((row, 1) for row in _rows(source))
 
 
-def _rows(source: Source) -> Iterator[set[_Row]]:
-    """Yield the rows of each picture with readable metadata."""
+def _rows(source: Source) -> Iterator[_Row]:
     for index in range(len(source)):
-        try:
+        with suppress(Rejected):
             meta = source.meta(index)
-        except Rejected:
-            continue
-        parts = [meta, *(value for value in meta.values() if isinstance(value, dict))]
-        yield {_row(part) for part in parts if part.get("license") or part.get("author")}
+            parts = [meta, *(value for value in meta.values() if isinstance(value, dict))]
+            yield from sorted({_row(part) for part in parts if part.get("license") or part.get("author")})
 
 
 def merge_attributions(*tables: object) -> list[dict[str, Any]]:

@@ -32,13 +32,8 @@ def augment_dvae(image: np.ndarray, size: int, rng: np.random.Generator) -> np.n
     """Apply Listing 1: random square, resize to between 9/8 and 12/8 of `size`, random crop, and
     horizontal flip with probability 1/2. uint8 [H, W, 3] -> uint8 [size, size, 3]."""
     h, w = image.shape[:2]
-    s_min = min(h, w)
-    y, x = _random_crop(h, w, s_min, rng)
-    t_min = max(size, min(s_min, round(9 / 8 * size)))
-    t_max = max(size, min(s_min, round(12 / 8 * size)))
-    t = int(rng.integers(t_min, t_max + 1))
-    top, left = _random_crop(t, t, size, rng)
-    image = area_resize(image[y : y + s_min, x : x + s_min], t, t, (top, left, size, size))
+    y, x = _random_crop(h, w, min(h, w), rng)
+    image = _resize_and_crop(image[y : y + min(h, w), x : x + min(h, w)], size, (9 / 8, 12 / 8), rng)
     return np.ascontiguousarray(image[:, ::-1]) if rng.random() < 0.5 else image
 
 
@@ -50,10 +45,7 @@ def augment_prior(image: np.ndarray, size: int, rng: np.random.Generator) -> np.
     y, x = (
         int(rng.integers(3 * (n - s_min) // 8, max(3 * (n - s_min) // 8 + 1, 5 * (n - s_min) // 8))) for n in (h, w)
     )
-    t_max = max(size, min(s_min, round(9 / 8 * size)))
-    t = int(rng.integers(size, t_max + 1))
-    top, left = _random_crop(t, t, size, rng)
-    return area_resize(image[y : y + s_min, x : x + s_min], t, t, (top, left, size, size))
+    return _resize_and_crop(image[y : y + s_min, x : x + s_min], size, (1, 9 / 8), rng)
 
 
 def augment_none(image: np.ndarray, size: int, rng: np.random.Generator | None = None) -> np.ndarray:
@@ -67,6 +59,16 @@ def augment_none(image: np.ndarray, size: int, rng: np.random.Generator | None =
 def _random_crop(h: int, w: int, size: int, rng: np.random.Generator) -> tuple[int, int]:
     """Draw the top left corner of `tf.image.random_crop`: uniform, row before column."""
     return int(rng.integers(0, h - size + 1)), int(rng.integers(0, w - size + 1))
+
+
+def _resize_and_crop(
+    square: np.ndarray, size: int, factors: tuple[float, float], rng: np.random.Generator
+) -> np.ndarray:
+    """Resize a square to a random side between two multiples of `size`, and crop it. Enlarges only to `size`."""
+    t_min, t_max = (max(size, min(len(square), round(factor * size))) for factor in factors)
+    t = int(rng.integers(t_min, t_max + 1))
+    top, left = _random_crop(t, t, size, rng)
+    return area_resize(square, t, t, (top, left, size, size))
 
 
 #: Each augmentation, with the largest side to which it resizes its square before the last crop, relative to `size`.

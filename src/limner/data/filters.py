@@ -23,8 +23,6 @@ from limner.data.sample import Rejected
 from limner.validation import Range, Validated
 
 _ENGLISH = ("en", "pcm")  # lists of English nouns are classified as Nigerian Pidgin
-TOO_SHORT, NOT_ENGLISH = "caption too short", "caption not English"
-BOILERPLATE, ASPECT_RATIO = "caption is boilerplate", "aspect ratio"
 
 _MONTH = (
     r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
@@ -89,7 +87,7 @@ def too_short(caption: str, min_words: int = 2) -> str | None:
     """Reject fewer than `min_words` words. In scripts without spaces, two characters count as a word."""
     words = re.findall(r"\w+", caption)
     units = sum(-(-len(w) // 2) if re.match(r"[\u3040-\u9fff\uac00-\ud7af]", w) else 1 for w in words)
-    return TOO_SHORT if units < min_words else None
+    return "caption too short" if units < min_words else None
 
 
 def boilerplate(caption: str, share: float = 0.5) -> str | None:
@@ -100,7 +98,7 @@ def boilerplate(caption: str, share: float = 0.5) -> str | None:
         return None
     words = [word for word in _WORDS.findall(rest) if word.lower() not in _FUNCTION_WORDS]
     word_share = sum(map(len, words)) / max(1, sum(character.isalnum() for character in caption))
-    return BOILERPLATE if not words or (len(words) == 1 and word_share < share) else None
+    return "caption is boilerplate" if not words or (len(words) == 1 and word_share < share) else None
 
 
 def not_english(caption: str, confidence: float = 0.6) -> str | None:
@@ -108,14 +106,14 @@ def not_english(caption: str, confidence: float = 0.6) -> str | None:
     letters = [character for character in caption if character.isalpha()]
     latin = [c for c in letters if c.isascii() or unicodedata.name(c, "").startswith("LATIN")]
     if 2 * len(latin) < len(letters):
-        return NOT_ENGLISH  # the model divides its confidence among Russian, Ukrainian and Bulgarian
+        return "caption not English"  # the model divides its confidence among Russian, Ukrainian and Bulgarian
     language, probability = _identifier().classify(caption)
-    return NOT_ENGLISH if language not in _ENGLISH and probability >= confidence else None
+    return "caption not English" if language not in _ENGLISH and probability >= confidence else None
 
 
 def aspect_ratio(height: int, width: int, limit: float = 2.0) -> str | None:
     """Reject ratios outside [1 / limit, limit]: square training crops would miss what the caption names."""
-    return ASPECT_RATIO if max(height, width) > limit * min(height, width) else None
+    return "aspect ratio" if max(height, width) > limit * min(height, width) else None
 
 
 @cache
@@ -157,5 +155,5 @@ class Filters(Validated):
 
     def image(self, height: int, width: int) -> None:
         """Raise `Rejected` if a picture's aspect ratio is too large."""
-        if self.aspect_ratio is not None and aspect_ratio(height, width, self.aspect_ratio):
-            raise Rejected(ASPECT_RATIO)
+        if self.aspect_ratio is not None and (reason := aspect_ratio(height, width, self.aspect_ratio)):
+            raise Rejected(reason)

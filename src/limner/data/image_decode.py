@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, features
+from PIL.Image import Transpose
 
 from limner.data.sample import Rejected, is_environment_error
 from limner.errors import UserError
@@ -41,6 +42,11 @@ _DECODERS = ("jpg", "zlib", "libtiff", "webp")
 #: Bytes per pixel of each decoder, without Pillow's picture and the result (measured at 8192 x 8192).
 _BYTES_PER_PIXEL = {"JPEG": 8, "WEBP": 16, "TIFF": 8, "GIF": 8, "PNG": 2, "BMP": 4, "PPM": 4}
 _ORIENTATION_MARKS = (b"Exif\0", b"tiff:Orientation")  # marks of an orientation in a JPEG, which Pillow reads
+#: The transpose that turns a picture of each EXIF orientation upright.
+_ORIENTATIONS = {
+    2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM, 5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90,
+}  # fmt: skip
 _local = threading.local()
 
 
@@ -137,14 +143,17 @@ def _open(data: bytes) -> Image.Image:
 def _decode_with_pillow(picture: Image.Image) -> np.ndarray:
     try:
         picture.load()
-        orient = _ORIENTATIONS.get(picture.getexif().get(0x0112, 1))
+        if (orientation := picture.getexif().get(0x0112)) in _ORIENTATIONS:
+            upright = picture.transpose(_ORIENTATIONS[orientation])
+            picture.close()
+            picture = upright
         image = np.empty((picture.height, picture.width, 3), np.uint8)
         rows = max(1, PIXELS_PER_STRIP // picture.width)  # of a strip: Pillow's conversions copy their whole input
         for top in range(0, picture.height, rows):
             bottom = min(top + rows, picture.height)
             image[top:bottom] = np.asarray(to_rgb(picture.crop((0, top, picture.width, bottom))))
         picture.close()
-        return np.ascontiguousarray(orient(image)) if orient else image
+        return image
     except Exception as error:
         raise _as_rejection(error) from None
 
@@ -170,18 +179,6 @@ def require_formats() -> None:
             f"Pillow lacks {', '.join(missing)}, so valid pictures may be rejected as broken: install a wheel with "
             "pip install --force-reinstall --only-binary :all: pillow"
         )
-
-
-#: The transform of [H, W, 3] for each EXIF orientation.
-_ORIENTATIONS = {
-    2: np.fliplr,
-    3: partial(np.rot90, k=2),
-    4: np.flipud,
-    5: partial(np.swapaxes, axis1=0, axis2=1),
-    6: partial(np.rot90, k=-1),
-    7: lambda image: np.rot90(image, 2).swapaxes(0, 1),
-    8: np.rot90,
-}
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:

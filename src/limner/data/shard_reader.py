@@ -28,6 +28,8 @@ from limner.json_files import parse_json
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 _BLOCK = 512
 _MAX_EXTENSION = 1 << 20  # bytes of an extension header, such as a long name
+#: Long names and links of GNU, and the extended headers of pax, Solaris and whole archives.
+_EXTENSION_TYPES = (b"L", b"K", b"x", b"X", b"g")
 #: In place of the offset of an unreadable member; the last three reject the whole sample.
 MISSING, DAMAGED, DUPLICATE_NAME, AMBIGUOUS = -1, -2, -3, -4
 _REASONS = {DAMAGED: "damaged shard", DUPLICATE_NAME: "duplicate picture name", AMBIGUOUS: "duplicate key"}
@@ -178,10 +180,10 @@ def walk(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
             archive, ended = archive + 1, False
         at += _BLOCK
         if member.type in _EXTENSION_TYPES:
-            values = _parse_extension(member.type, read(min(size, _MAX_EXTENSION), at))
-            if values is None or size > _MAX_EXTENSION:
+            values = _parse_extension(member.type, read(size, at)) if size <= _MAX_EXTENSION else None
+            if values is None:
                 break
-            overrides.update(values)
+            overrides |= values
         else:
             if member.type == tarfile.GNUTYPE_SPARSE and block[482]:
                 while read(1, at + 504) not in (b"\0", b""):  # further blocks of the sparse map
@@ -197,15 +199,6 @@ def walk(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
             at += -(-size // _BLOCK) * _BLOCK
     if at < end or not ended or end % _BLOCK:  # a partial block shows truncation
         yield Member(archive, "", DAMAGED, min(at, end))
-
-
-_EXTENSION_TYPES = (
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-    tarfile.XHDTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.XGLTYPE,
-)
 
 
 def _parse_extension(kind: bytes, data: bytes) -> dict[str, str] | None:

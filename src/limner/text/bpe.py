@@ -44,6 +44,7 @@ MAX_TOKENS = 1 << 18  # also the limit of merges
 MAX_CACHED_WORDS = 1 << 16
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # a printable character for each byte
 
+Rng = np.random.Generator | Sequence[np.random.Generator] | None  # one for a batch, or one for each caption
 Merges = dict[tuple[int, int], tuple[int, int]]  # (left id, right id) -> (rank, merged id)
 
 
@@ -114,24 +115,14 @@ class Tokenizer:
         """Number of tokens, the rows of an embedding table."""
         return len(self.vocab)
 
-    def encode(
-        self,
-        captions: Sequence[str],
-        length: int = LENGTH,
-        dropout: float = 0.0,
-        rng: np.random.Generator | Sequence[np.random.Generator] | None = None,
-    ) -> Tensor:
+    def encode(self, captions: Sequence[str], length: int = LENGTH, dropout: float = 0.0, rng: Rng = None) -> Tensor:
         """Return `encode_array` as a tensor."""
         import torch  # not at the top: `runtime/` draws without torch
 
         return torch.from_numpy(self.encode_array(captions, length, dropout, rng))
 
     def encode_array(
-        self,
-        captions: Sequence[str],
-        length: int = LENGTH,
-        dropout: float = 0.0,
-        rng: np.random.Generator | Sequence[np.random.Generator] | None = None,
+        self, captions: Sequence[str], length: int = LENGTH, dropout: float = 0.0, rng: Rng = None
     ) -> np.ndarray:
         """Encode captions as int64 [B, length], `PAD` in unused positions.
 
@@ -139,7 +130,7 @@ class Tokenizer:
             captions: B texts. Longer ones are cut at a token boundary, with a warning.
             length: T, token positions.
             dropout: probability in [0, 1] of skipping a merge: 0.1 in training, 0 otherwise.
-            rng: random generator of the dropout, one for the batch or one for each caption.
+            rng: random generator of the dropout.
 
         Raises:
             UserError: a caption is empty or not valid Unicode.
