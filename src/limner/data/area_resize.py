@@ -85,8 +85,7 @@ def area_resize(
     """Resize uint8 [H, W, C] to uint8 [height, width, C] by averaging over the area of each output
     pixel, rounding half to even. Enlarges and shrinks.
 
-    `window` = (top, left, rows, columns) computes only that part, uint8 [rows, columns, C], at a
-    proportional cost.
+    `window` = (top, left, rows, columns) computes only that part, uint8 [rows, columns, C], at a proportional cost.
     """
     top, left, rows, columns = window or (0, 0, height, width)
     if image.shape[:2] == (height, width):

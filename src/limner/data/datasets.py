@@ -187,8 +187,8 @@ class ImageCaptionDataset:
 class TokenDataset:
     """A data set of cached tokens [N, S] and their captions.
 
-    `captions[i]` holds the phrasings of row i, of which `batch` chooses one at random. Without BPE
-    dropout the constructor encodes every caption. Raises `ValueError` if the lengths differ.
+    `captions[i]` holds the phrasings of row i, of which `batch` chooses one at random. Without BPE dropout the
+    constructor encodes every caption. Raises `ValueError` if the lengths differ.
     """
 
     def __init__(self, tokens: np.ndarray | Tensor, captions: Sequence[Sequence[str]], text: CaptionEncoding) -> None:

@@ -106,19 +106,18 @@ def _decoders(data: bytes, target: int, reuse: bool) -> Iterator[tuple[int, Call
     """Yield the bytes of memory and the function of each decoder to try, until one does not return None. Raises
     `Rejected` if the header shows that decoding would take too long or too much memory."""
     is_multiscan = data[:2] == b"\xff\xd8" and _has_several_scans(data)
+    scans = data.count(b"\xff\xda") if is_multiscan else 0  # compressed data escapes 0xff with a zero
     if (size := _jpeg_size(data)) is not None:
-        pixels = _check_pixels(*size)
-        _check_scans(data, is_multiscan, pixels)
+        pixels = _check_size(*size, scans)
         needed = 3 * pixels // _jpeg_scale(*size, target) ** 2 + is_multiscan * _BYTES_PER_PIXEL["JPEG"] * pixels
         yield needed, partial(_decode_jpeg, data, *size, target, reuse)
     if (size := webp_size(data)) is not None:  # Pillow allocates memory for a whole WebP on opening
-        needed = _check_pixels(*size) * (_BYTES_PER_PIXEL["WEBP"] + 7)
+        needed = _check_size(*size) * (_BYTES_PER_PIXEL["WEBP"] + 7)
         yield needed, lambda: _decode_with_pillow(_open(data))
     if _count_tiff_values(data) > _MAX_TIFF_VALUES:
         raise Rejected("too many strips")
     picture = _open(data)
-    pixels = picture.width * picture.height
-    _check_scans(data, is_multiscan, pixels)  # also for MPO: several JPEGs in one file
+    pixels = _check_size(*picture.size, scans)  # also for MPO: several JPEGs in one file
     is_slow = data[:2] in (b"P1", b"P2", b"P3") or (data[:2] == b"BM" and data[30:34] in (b"\1\0\0\0", b"\2\0\0\0"))
     if is_slow and len(data) > _MAX_SLOW_BYTES:
         raise Rejected("file too large")
@@ -136,7 +135,7 @@ def _open(data: bytes) -> Image.Image:
         picture = Image.open(io.BytesIO(data), formats=_FORMATS)
     except Exception as error:  # Pillow's readers raise OSError, SyntaxError, struct.error ...
         raise _as_rejection(error) from None
-    _check_pixels(*picture.size)
+    _check_size(*picture.size)
     return picture
 
 
@@ -210,20 +209,15 @@ def _decode_jpeg(data: bytes, width: int, height: int, target: int, reuse: bool)
         return None
 
 
-def _check_pixels(width: int, height: int) -> int:
-    """Return the number of pixels. Raises `Rejected` if it is too large."""
+def _check_size(width: int, height: int, scans: int = 0) -> int:
+    """Return the number of pixels. Raises `Rejected` if it, or the number of scans, is too large."""
     if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
         raise Rejected("decompression bomb")
     if width < 1 or height < 1:
         raise Rejected("broken image")
+    if scans > MAX_SCANS or scans * width * height > MAX_SCANNED:
+        raise Rejected("too many scans")
     return width * height
-
-
-def _check_scans(data: bytes, is_multiscan: bool, pixels: int) -> None:
-    if is_multiscan:
-        scans = data.count(b"\xff\xda")  # compressed data escapes 0xff with a zero
-        if scans > MAX_SCANS or scans * pixels > MAX_SCANNED:
-            raise Rejected("too many scans")
 
 
 def _has_several_scans(data: bytes) -> bool:

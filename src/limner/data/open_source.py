@@ -22,8 +22,10 @@ import glob as globbing
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -59,8 +61,8 @@ class FolderSource(Source):
         self._root = root
         self._elements: list[tuple[Path | None, Path | None, bool]] = []  # picture, caption, True for a duplicate name
         for images, texts in stems.values() if any(images for images, _ in stems.values()) else ():
-            self._elements.append((next(iter(images), None), next(iter(texts), None), False))
-            self._elements += [(image, None, True) for image in images[1:]]
+            pairs = zip_longest(images, texts[:1])
+            self._elements += [(image, text, number > 0) for number, (image, text) in enumerate(pairs)]
 
     def __len__(self) -> int:
         return len(self._elements)
@@ -230,9 +232,8 @@ def _is_file_name(name: Any) -> TypeGuard[str]:
 
 def _json_list(path: Path, key: str) -> list[Any]:
     """Return the list under a key of a JSON file; [] if the file or the list is missing or of another type."""
-    try:
+    with suppress(Rejected, ValueError):
         data = parse_json(read_file(path, "none", MAX_META))
-    except (Rejected, ValueError):
-        return []
-    value = data.get(key) if isinstance(data, dict) else None
-    return value if isinstance(value, list) else []
+        if isinstance(data, dict) and isinstance(data.get(key), list):
+            return data[key]
+    return []

@@ -77,8 +77,8 @@ def _prepare_one(source: Source, filters: Filters, size: int | None, index: int)
                 scale = size / min(height, width)
                 image = area_resize(image, max(size, round(height * scale)), max(size, round(width * scale)))
             if shrinks or not suffix:
-                suffix = "jpg" if suffix == "jpg" else "png"  # the kinds that `image_bytes` encodes
-                data = image_bytes(image, "JPEG" if suffix == "jpg" else "PNG")
+                suffix = "jpg" if suffix == "jpg" else "png"
+                data = image_bytes(image, "JPEG", quality=95) if suffix == "jpg" else image_bytes(image)
         return Sample(data, captions, sample.meta), suffix
     except Rejected as rejection:
         return rejection.reason

@@ -1,9 +1,8 @@
 """An endless, resumable stream of batches whose order depends only on the seed.
 
-Number the samples that a run consumes 0, 1, 2, ... Sample `k` belongs to epoch `k // n` of a data
-set of `n`. The pair (seed, epoch) determines the order of the elements. A hash of (seed, k) seeds all
-randomness of the sample (crop, phrasing, BPE dropout). Batch size, number of ranks and threads have
-no effect. Hence
+Number the samples that a run consumes 0, 1, 2, ... Sample `k` belongs to epoch `k // n` of a data set of `n`. The pair
+(seed, epoch) determines the order of the elements. A hash of (seed, k) seeds all randomness of the sample (crop,
+phrasing, BPE dropout). Batch size, number of ranks and threads have no effect. Hence
 
 - the position suffices to resume (the state also holds the data set's size, to detect changed data);
 - `world` ranks only divide each batch (`Stream.shard`): rank r takes the r-th slice, and the slices together

@@ -12,6 +12,7 @@ import io
 import os
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,21 +65,15 @@ class Jsonl(_TextTable):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         for index in range(min(len(self), 100)):
-            try:
+            with suppress(Rejected):
                 self.columns += [name for name in self.row(index) if name not in self.columns]
-            except Rejected:
-                continue
 
     def _spans_of(self, file: BinaryIO) -> Iterator[tuple[int, int]]:
-        start = at = 0
-        for piece in iter(lambda: file.readline(MAX_ROW), b""):  # a longer line comes in several pieces
-            at += len(piece)
-            if piece.endswith(b"\n") or len(piece) < MAX_ROW:
-                if at - start > MAX_ROW or piece.strip():
-                    yield start, at
-                start = at
-        if at > start:
-            yield start, at
+        start = 0
+        for line, stop in _lines(file, 0):
+            if line.strip() or stop - start > MAX_ROW:
+                yield start, stop
+            start = stop
 
     def row(self, index: int) -> dict[str, Any]:
         try:
@@ -99,11 +94,11 @@ class Csv(_TextTable):
         super().__init__(path)
 
     def _spans_of(self, file: BinaryIO) -> Iterator[tuple[int, int]]:
-        start, size = 0, os.fstat(file.fileno()).st_size
-        while start < size:
+        start = 0
+        while True:
             ends: list[int] = []
             try:
-                fields = next(csv.reader(_lines(file, start, ends), delimiter=self._delimiter, strict=True), None)
+                fields = next(csv.reader(_texts(file, start, ends), delimiter=self._delimiter, strict=True), None)
             except (csv.Error, ValueError):
                 fields = None
             if not ends:
@@ -138,21 +133,26 @@ class Csv(_TextTable):
         return dict(zip(self.columns, fields, strict=False))
 
 
-def _lines(file: BinaryIO, at: int, ends: list[int]) -> Iterator[str]:
-    """Yield the lines of a text file from offset `at` on, and append the offset of each line's end to `ends`.
+def _lines(file: BinaryIO, at: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the lines from offset `at` on, cut after `MAX_ROW` + 1 bytes, each with the offset of its end."""
+    file.seek(at)
+    while line := file.readline(MAX_ROW + 1):
+        at, piece = at + len(line), line
+        while len(piece) > MAX_ROW and not piece.endswith(b"\n"):
+            piece = file.readline(MAX_ROW + 1)
+            at += len(piece)
+        yield line, at
+
+
+def _texts(file: BinaryIO, at: int, ends: list[int]) -> Iterator[str]:
+    """Yield the lines of a record at offset `at` as text, and append the offset of each line's end to `ends`.
 
     At the end of the file it appends the offset once more: a record that needs another line is broken. Raises
     `ValueError` after `_MAX_LINES` lines and for a line longer than `MAX_ROW`.
     """
-    file.seek(at)
-    while line := file.readline(MAX_ROW + 1):
-        text = line.decode("utf-8" if at else "utf-8-sig", "surrogateescape").replace("\0", "")
-        at += len(line)
-        is_long = len(line) > MAX_ROW
-        while is_long and not line.endswith(b"\n") and (line := file.readline(MAX_ROW)):
-            at += len(line)
-        ends.append(at)
-        if is_long or len(ends) > _MAX_LINES:
+    for line, end in _lines(file, at):
+        ends.append(end)
+        if len(line) > MAX_ROW or len(ends) > _MAX_LINES:
             raise ValueError("too long")
-        yield text
-    ends.append(at)
+        yield line.decode("utf-8-sig", "surrogateescape").replace("\0", "")
+    ends += ends[-1:]

@@ -64,9 +64,8 @@ def encode_tokens(
 ) -> TokenCache:
     """Return the tokens of every good picture of `source`, from the cache or by `encode`.
 
-    `encode` maps uint8 [B, 3, size, size] to Long [B, S]; `key` identifies it (the dVAE's hash).
-    `progress` is called with the number of samples of each batch and of each cached part. Raises `UserError`
-    if no sample is good.
+    `encode` maps uint8 [B, 3, size, size] to Long [B, S]; `key` identifies it (the dVAE's hash). `progress` is called
+    with the number of samples of each batch and of each cached part. Raises `UserError` if no sample is good.
     """
     folder = Path(cache_dir) / digest(key, source.fingerprint(), f"{size} {part_size} v1")[:32]
     images = ImageCaptionDataset(source, size)
