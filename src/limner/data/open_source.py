@@ -8,9 +8,7 @@
     shards                   00000.tar ... of img2dataset or WebDataset (see `shard_writer.py`)
     Hugging Face data sets   as cloned (tables in folders) or written by `save_to_disk`
 
-The readers do not trust the data. A table may not name files outside its folder (unless
-`allow_outside`), only regular files are opened, and oversized or malformed samples are rejected and
-counted by reason (`sanitize.py`, `image_decode.py`).
+The readers do not trust the data (`sanitize.py`, `image_decode.py`): a table may not name files outside its folder.
 
 A sample without a split in its metadata gets one from a word such as "train", "validation" or "test" in the names of
 its folders, table or shard, as in Hugging Face. The name of a single file given as the path is ignored.

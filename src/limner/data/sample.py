@@ -60,10 +60,10 @@ def is_environment_error(error: Exception) -> bool:
 
 
 class Source:
-    """Base of the sources: random access to samples, where `source[i]` raises `Rejected` on a defect.
+    """Base of the sources: random access to samples. `source[i]`, `captions` and `meta` raise `Rejected` on a defect.
 
-    A subclass implements `__len__`, `read`, `read_meta` and `fingerprint`. `read` and `read_meta` raise `Rejected` on a
-    defect. Any other exception is rejected as "unreadable sample", so that a bad sample never ends a loop over a
+    A subclass implements `__len__`, `read`, `read_meta` and `fingerprint`. Any exception of `read` and `read_meta`
+    other than `Rejected` is rejected as "unreadable sample", so that a bad sample never ends a loop over a
     source. Faults of the environment (`is_environment_error`) pass unchanged.
     """
 

@@ -55,15 +55,16 @@ class ShardReader(Source):
         for folder in {path.parent for path in self.paths}:
             if (folder / INCOMPLETE_MARK).exists():
                 raise UserError(f"{folder} is incomplete, since its writer was interrupted: write it again")
-        index = array("q")
+        shards, spans = array("q"), array("q")
         for shard, path in enumerate(self.paths):
-            for row in _samples(tar_members(path)):
-                index.extend((shard, *row))
-        # [N, 7]: shard, then offset and size of picture, caption and metadata
-        self._index = np.array(index, np.int64).reshape(-1, 7)
+            for span in _samples(tar_members(path)):
+                shards.append(shard)
+                spans.extend(span)
+        self._shards = np.array(shards, np.int64)
+        self._spans = np.array(spans, np.int64).reshape(-1, 3, 2)  # offset and size of picture, caption and metadata
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._shards)
 
     def read(self, index: int, picture: bool) -> Sample:
         image, text, meta = self._members(index, (0, 1, 2), picture)
@@ -71,7 +72,7 @@ class ShardReader(Source):
         if image is None:
             raise Rejected("missing image")
         captions = parse_captions(text if text is not None else metadata.get("caption"))
-        if picture and len(image) < self._index[index, 2]:
+        if picture and len(image) < self._spans[index, 0, 1]:
             raise Rejected("broken image")  # the tar is truncated
         return Sample(image, captions, metadata)
 
@@ -83,22 +84,22 @@ class ShardReader(Source):
 
     def _members(self, index: int, slots: Sequence[int], picture: bool = True) -> list[bytes | None]:
         """Read a sample's picture (slot 0; no bytes without `picture`), caption (1) and metadata (2)."""
-        shard, *numbers = self._index[index].tolist()
-        if numbers[0] in _REASONS:
-            raise Rejected(_REASONS[numbers[0]])
-        spans = []
+        spans = self._spans[index].tolist()
+        if (mark := spans[0][0]) in _REASONS:
+            raise Rejected(_REASONS[mark])
         for slot in slots:
-            offset, size = numbers[2 * slot : 2 * slot + 2]
             limit, larger = _LIMITS[slot]
-            if size > limit:
+            if spans[slot][1] > limit:
                 raise Rejected(larger)
-            spans.append((offset, size if slot or picture else 0))
-        with open_regular(self.paths[shard]) as file:
-            return [os.pread(file.fileno(), size, offset) if offset >= 0 else None for offset, size in spans]
+        if not picture:
+            spans[0][1] = 0
+        with open_regular(self.paths[self._shards[index]]) as file:
+            read = partial(os.pread, file.fileno())
+            return [read(size, offset) if offset >= 0 else None for offset, size in (spans[slot] for slot in slots)]
 
     def _sanitize(self, index: int, data: bytes | None) -> dict[str, Any]:
         try:
-            return sanitize_metadata(parse_json(data or b"{}"), self._splits[self._index[index, 0]])
+            return sanitize_metadata(parse_json(data or b"{}"), self._splits[self._shards[index]])
         except ValueError:
             raise Rejected("broken metadata") from None
 

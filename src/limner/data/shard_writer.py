@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from limner.atomic_io import LOCK, atomic_writer, exclusive_lock
@@ -70,15 +69,6 @@ class ShardWriter:
         self._lock, self._shard = ExitStack(), ExitStack()
         self._tar: tarfile.TarFile | None = None
 
-    def _prepare_folder(self) -> None:
-        present = {path.name for path in self.folder.iterdir() if path.name != LOCK}
-        if present and INCOMPLETE_MARK not in present:
-            raise UserError(f"{self.folder} is not empty: name a new folder, or delete this one first")
-        (self.folder / INCOMPLETE_MARK).touch()
-        for name in present:
-            if name.endswith((".tar", ".tmp")) or name == SUMMARY:
-                (self.folder / name).unlink()
-
     def write(
         self, image: bytes, captions: Sequence[str], meta: dict[str, Any] | None = None, suffix: str = "png"
     ) -> None:
@@ -114,17 +104,21 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         with ExitStack() as stack:
             stack.enter_context(exclusive_lock(self.folder))
-            self._prepare_folder()
+            present = {path.name for path in self.folder.iterdir() if path.name != LOCK}
+            if present and INCOMPLETE_MARK not in present:
+                raise UserError(f"{self.folder} is not empty: name a new folder, or delete this one first")
+            (self.folder / INCOMPLETE_MARK).touch()
+            for name in present:
+                if name.endswith((".tar", ".tmp")) or name == SUMMARY:
+                    (self.folder / name).unlink()
             self._lock = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         with self._lock:
-            if kind is not None:
+            if error[0] is not None:
                 with suppress(OSError):  # a failed flush of an incomplete shard does not matter
-                    self._shard.__exit__(kind, error, trace)
+                    self._shard.__exit__(*error)
                 return
             self._shard.close()
             write_json(self.folder / SUMMARY, self.summary(), indent=2, ensure_ascii=False)
