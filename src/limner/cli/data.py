@@ -252,14 +252,14 @@ def _print_summary(source: object, summary: Mapping[str, Any]) -> None:
 
 def _print_counts(source: object, kept: int, rejected: dict[str, int], splits: dict[str, int] | None = None) -> None:
     """Print the numbers of samples kept, rejected by reason, and in each split."""
-        from limner.data.sample import describe_unread
+    from limner.data.sample import describe_unread
     from limner.data.shard_writer import Counts
 
     counts = Counts(kept, Counter({escape_control(reason): n for reason, n in rejected.items()}))
     print(f"{escape_control(source)}\n{counts}")
     if splits:
-        counts = [f"{name} {count:,}" for name, count in sorted(splits.items())]
-        more = f" and {len(counts) - 20:,} more" if len(counts) > 20 else ""
-        print(escape_control(f"by split: {', '.join(counts[:20])}{more}"))
+        parts = [f"{name} {count:,}" for name, count in sorted(splits.items())]
+        more = f" and {len(parts) - 20:,} more" if len(parts) > 20 else ""
+        print(escape_control(f"by split: {', '.join(parts[:20])}{more}"))
         if warning := describe_unread({name: count for name, count in splits.items() if name != "no split"}):
             print(escape_control(warning))
