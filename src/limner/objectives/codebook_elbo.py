@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -81,22 +82,17 @@ class BalancedELB(Validated):
         super().__post_init__()
         check_tau(self.tau)
 
-    def __call__(
-        self, model: DVAE, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
-    ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
-        return self._loss(model, batch, step, generator, lambda rows: rows)
-
     def gathered(self, all_gather: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
         """Return the objective for one of several processes, with the usage of all; `all_gather` joins their rows."""
-        return lambda model, batch, step, generator: self._loss(model, batch, step, generator, all_gather)
+        return partial(self, all_gather=all_gather)
 
-    def _loss(
+    def __call__(
         self,
         model: DVAE,
         batch: dict[str, Tensor],
         step: int,
         generator: torch.Generator | None,
-        all_gather: Callable[[Tensor], Tensor],
+        all_gather: Callable[[Tensor], Tensor] = lambda rows: rows,
     ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         pixels, tau = batch["pixels"], self.tau(step)
         frozen = self.freeze_encoder_from is not None and step >= self.freeze_encoder_from

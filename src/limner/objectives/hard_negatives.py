@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -44,21 +45,17 @@ class HardNegativeLoss(Validated):
 
     cut_paste_negatives: Annotated[int, Range(0, 1_000)] = 0
 
-    def __call__(
-        self, model: CLIP, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
-    ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
-        return self._loss(model, batch, generator, lambda rows: rows)
-
     def gathered(self, all_gather: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
         """Return the objective for one of several processes; `all_gather` gathers the rows of all processes."""
-        return lambda model, batch, step, generator: self._loss(model, batch, generator, all_gather)
+        return partial(self, all_gather=all_gather)
 
-    def _loss(
+    def __call__(
         self,
         model: CLIP,
         batch: dict[str, Tensor],
+        step: int,
         generator: torch.Generator | None,
-        all_gather: Callable[[Tensor], Tensor],
+        all_gather: Callable[[Tensor], Tensor] = lambda rows: rows,
     ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         text, pixels = batch["text"], batch["pixels"]
         copies = [cut_paste(pixels, shift, generator) for shift in range(self.cut_paste_negatives)]
@@ -67,10 +64,7 @@ class HardNegativeLoss(Validated):
         images, *pasted = model.encode_image(torch.cat([pixels, *(copy for copy, _ in copies)])).split(len(text))
         texts, *distractors = model.encode_text(torch.cat([text, *wrong])).split(len(text))
         scale = model.scale()
-        captions, pictures = (
-            logits(scale, images, all_gather(texts)),
-            logits(scale, texts, all_gather(images)),
-        )
+        captions, pictures = logits(scale, images, all_gather(texts)), logits(scale, texts, all_gather(images))
         same = (text[:, None] == all_gather(text)[None]).all(-1).to(texts.dtype)
         target = same / same.sum(1, keepdim=True)
         if wrong:
