@@ -27,26 +27,17 @@ def simulate_cast(x: Float[Tensor, "..."], format: FloatFormat) -> Float[Tensor,
     return torch.where(x.abs() < limit, format.round(x), x * math.inf)
 
 
-class _LinearWithSimulatedGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, format: FloatFormat) -> Tensor:
-        return F.linear(x, weight, bias)
+class _RoundedGradient(torch.autograd.Function):
+    """Identity whose backward pass rounds the gradient."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, ctx.format = inputs
-        ctx.save_for_backward(x, weight)
-        ctx.biased = bias is not None
+    def forward(ctx: Any, x: Tensor, format: FloatFormat) -> Tensor:
+        ctx.format = format
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        grad = simulate_cast(grad, ctx.format)
-        rows, inputs = grad.reshape(-1, len(weight)), x.reshape(-1, weight.shape[1])
-        by_x = simulate_cast(grad @ weight, ctx.format) if ctx.needs_input_grad[0] else None
-        by_weight = simulate_cast(rows.T @ inputs, ctx.format) if ctx.needs_input_grad[1] else None
-        by_bias = simulate_cast(rows.sum(0), ctx.format) if ctx.biased and ctx.needs_input_grad[2] else None
-        return by_x, by_weight, by_bias, None
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return simulate_cast(upstream[0], ctx.format), None
 
 
 class SimulatedGradientLinear(nn.Module):
@@ -57,4 +48,5 @@ class SimulatedGradientLinear(nn.Module):
         self.weight, self.bias, self.format = linear.weight, linear.bias, format
 
     def forward(self, x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows m"]:
-        return _LinearWithSimulatedGradients.apply(x, self.weight, self.bias, self.format)  # type: ignore[no-any-return]
+        inputs = (y if y is None else _RoundedGradient.apply(y, self.format) for y in (x, self.weight, self.bias))
+        return _RoundedGradient.apply(F.linear(*inputs), self.format)  # type: ignore[no-any-return]
