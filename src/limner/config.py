@@ -26,22 +26,20 @@ T = TypeVar("T")
 TAG = "type"  # key of the class name in a union of dataclasses
 
 
-def to_dict(config: Any, kind: Any = None) -> dict[str, Any]:
-    """Convert a dataclass to nested dictionaries of JSON values; `from_dict` is the inverse.
+def to_dict(value: Any, hint: Any = None) -> Any:
+    """Convert a dataclass, or the value of a field, to JSON values; `from_dict` is the inverse.
 
-    `kind` is the type that `from_dict` will get, by default the class of `config`; for a union the dictionary includes
-    the class name.
+    `hint` is the type that `from_dict` will get, by default the class of a dataclass; for a union the dictionary
+    includes the class name.
     """
-    return _dump(config, kind or type(config))
-
-
-def from_dict(cls: type[T], data: Any, where: str = "") -> T:
-    """Build `cls` from nested dictionaries; absent keys keep their defaults.
-
-    `where` is the dotted path at which error messages start. Raises `UserError` for an unknown or missing key, for a
-    value of the wrong type or out of range, and for a `ValueError` of a `__post_init__`.
-    """
-    return _load(cls, data, where)
+    for name, member in settingless_variants(hint).items():
+        if type(value) is member:
+            return name
+    if is_dataclass(value):
+        hints = get_type_hints(type(value))
+        tag = {TAG: variant_name(type(value))} if len(union_members(hint)) > 1 else {}
+        return tag | {f.name: to_dict(getattr(value, f.name), hints[f.name]) for f in fields(value)}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def save_json(config: Any, path: str | Path) -> None:
@@ -88,26 +86,19 @@ def variant_name(kind: type) -> str:
     return kind.__name__.removesuffix("Config")
 
 
-def _dump(value: Any, hint: Any) -> Any:
-    for name, member in settingless_variants(hint).items():
-        if type(value) is member:
-            return name
-    if is_dataclass(value):
-        hints = get_type_hints(type(value))
-        tag = {TAG: variant_name(type(value))} if len(union_members(hint)) > 1 else {}
-        return tag | {f.name: _dump(getattr(value, f.name), hints[f.name]) for f in fields(value)}
-    return list(value) if isinstance(value, tuple) else value
+def from_dict(hint: Any, value: Any, where: str = "") -> Any:
+    """Build the dataclass `hint`, or the value of a field of this type; absent keys keep their defaults.
 
-
-def _load(hint: Any, value: Any, where: str) -> Any:
-    """Convert `value` to the type `hint`."""
+    `where` is the dotted path at which error messages start. Raises `UserError` for an unknown or missing key, for a
+    value of the wrong type or out of range, and for a `ValueError` of a `__post_init__`.
+    """
     members, args, at = union_members(hint), get_args(hint), where or "the config"
     if value is None and NoneType in args:
         return None
     if names := settingless_variants(hint):
-        return names[_load(Literal[tuple(names)], value, where)]()
+        return names[from_dict(Literal[tuple(names)], value, where)]()
     if len(members) == 1:
-        return _load(members[0], value, where)
+        return from_dict(members[0], value, where)
     if members or is_dataclass(hint):
         return _load_dataclass({variant_name(member): member for member in members or [hint]}, value, where)
     if get_origin(hint) is Literal:
@@ -117,7 +108,9 @@ def _load(hint: Any, value: Any, where: str) -> Any:
     if get_origin(hint) is tuple:
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
             raise _wrong_type(f"a list of {len(args)} values", value, at)
-        return tuple(_load(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(args, value, strict=True)))
+        return tuple(
+            from_dict(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(args, value, strict=True))
+        )
     if hint is float and type(value) is int:
         try:
             return float(value)
@@ -148,7 +141,7 @@ def _load_dataclass(members: Mapping[str, type], value: Any, where: str) -> Any:
     for key, field in known.items():
         if key not in data and field.default is field.default_factory is MISSING:
             raise UserError(f"{at} lacks {key!r}: add it, since it is required")
-    values = {key: _load(hints[key], inner, f"{where}.{key}".lstrip(".")) for key, inner in data.items()}
+    values = {key: from_dict(hints[key], inner, f"{where}.{key}".lstrip(".")) for key, inner in data.items()}
     try:
         return cls(**values)
     except InvalidSetting as error:
