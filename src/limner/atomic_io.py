@@ -117,17 +117,8 @@ def exclusive_lock(folder: str | os.PathLike[str]) -> Iterator[int]:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UserError(f"{folder} is a file: name a folder to write to") from None
-    path, descriptor = folder / LOCK, -1
-    if fcntl is not None:
-        try:
-            descriptor = _locked_file(path)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            path.unlink(missing_ok=True)
-    if descriptor == -1:
-        yield -1
-        return
+    path = folder / LOCK
+    descriptor = _locked_file(path)
     if descriptor is None:
         try:
             pid = path.read_text(errors="replace")[:20].strip()
@@ -136,6 +127,10 @@ def exclusive_lock(folder: str | os.PathLike[str]) -> Iterator[int]:
         raise UserError(
             f"another process{pid and f' ({pid})'} is writing to {folder}: wait until it ends, or name another folder"
         )
+    if descriptor == -1:
+        path.unlink(missing_ok=True)
+        yield -1
+        return
     try:
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield descriptor
@@ -199,19 +194,16 @@ def _remove_abandoned(path: Path) -> None:
     temporary_name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         for entry in entries:
-            if temporary_name.fullmatch(entry.name) and (descriptor := _locked_file(entry.path)) is not None:
+            if temporary_name.fullmatch(entry.name) and (descriptor := _locked_file(entry.path)) not in (None, -1):
                 is_folder = entry.is_dir(follow_symlinks=False)
                 shutil.rmtree(entry.path) if is_folder else os.unlink(entry.path)
                 os.close(descriptor)
 
 
 def _locked_file(path: str | os.PathLike[str]) -> int | None:
-    """Lock a file (created if missing) or folder. Return its descriptor, None without `fcntl` or if it is locked.
-
-    Raises `OSError` on a file system without locks.
-    """
+    """Lock a file (created if missing) or folder. Return its descriptor, None if it is locked, -1 without locks."""
     if fcntl is None:
-        return None
+        return -1
     while True:
         mode = os.O_RDONLY if os.path.isdir(path) else os.O_RDWR | os.O_CREAT
         descriptor = os.open(path, mode | os.O_NOFOLLOW, 0o666)
@@ -219,9 +211,7 @@ def _locked_file(path: str | os.PathLike[str]) -> int | None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(descriptor)
-            if error.errno in _NO_LOCKS:
-                raise
-            return None
+            return -1 if error.errno in _NO_LOCKS else None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
