@@ -61,18 +61,14 @@ class Pattern:
         """Number of lanes, which do not see each other."""
         return self.grid[1] if self.by_column else 1
 
-    @property
-    def lane_window(self) -> int:
-        """Number of positions in a lane from the farthest visible position to the current one."""
-        return self.span // self.num_lanes + 1
-
     def ring_size(self, window: int = 1) -> int:
-        """Number of positions of a lane that a cache holds, if up to `window` positions are decoded together.
+        """Number of positions of a lane that a cache holds: from the farthest visible one to the current one.
 
-        The first of them sees the farthest visible position when the last one is already stored.
+        If up to `window` positions are decoded together, the first of them sees the farthest visible position when the
+        last one is already stored.
         """
         spare, lane = (window - 1) // self.num_lanes, -(-self.grid[0] * self.grid[1] // self.num_lanes)
-        return min(self.lane_window + spare, lane)
+        return min(self.span // self.num_lanes + 1 + spare, lane)
 
     def cache_slots(self, window: int = 1) -> int:
         """Number of positions whose keys and values a cache holds for each candidate."""

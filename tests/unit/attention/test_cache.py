@@ -126,7 +126,7 @@ def test_windows_with_rejected_positions_equal_the_whole(make, grid, prefix, win
     whole = attend(q, k, v, attention_mask(pattern, prefix))[:, :, prefix:]
     cache = LayerKVCache.from_prefix(pattern, k[::2, :, :prefix], v[::2, :, :prefix], window=window)
     (cache,) = KVCache([cache]).expand(2).layers
-    assert len(cache.gap_bias) <= pattern.lane_window + (window - 1) // pattern.num_lanes
+    assert len(cache.gap_bias) <= pattern.ring_size() + (window - 1) // pattern.num_lanes
     q, k, v = (x[:, :, prefix:] for x in (q, k, v))
     begin, i = torch.zeros(rows, 1, dtype=torch.long), torch.arange(window)
     done = False

@@ -19,10 +19,10 @@ def test_lines_and_rings_are_those_of_the_mask(make, grid, kernel):
     mask = attention_mask(pattern, 0)
     for at in range(h * w):
         seen = set(mask[at].nonzero().flatten().tolist())
-        line = range(at, -1, -pattern.num_lanes)[: pattern.lane_window]
+        line = range(at, -1, -pattern.num_lanes)[: pattern.ring_size()]
         assert seen <= set(line)
-        assert len(pattern.offsets) < pattern.lane_window or seen == set(line)
-    assert pattern.cache_slots() == pattern.num_lanes * pattern.lane_window <= h * w
+        assert len(pattern.offsets) < pattern.ring_size() or seen == set(line)
+    assert pattern.cache_slots() == pattern.num_lanes * pattern.ring_size() <= h * w
 
 
 def test_lines_are_columns_only_where_no_position_sees_another_column():
@@ -32,7 +32,7 @@ def test_lines_are_columns_only_where_no_position_sees_another_column():
 
 
 def test_holes_of_each():
-    assert [name for name, make in ALL.items() if len((p := make((6, 6), 3)).offsets) < p.lane_window] == [
+    assert [name for name, make in ALL.items() if len((p := make((6, 6), 3)).offsets) < p.ring_size()] == [
         "conv",
         "dilated",
         "alternate",
