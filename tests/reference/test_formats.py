@@ -70,7 +70,7 @@ def test_every_code_decodes_to_its_value_and_back(f: FloatFormat) -> None:
     x = f.unpack(codes)
     assert x.double().tolist() == [value(f, code) for code in range(2**f.bits)]
     assert torch.equal(f.pack(x), codes)
-    assert x.max() == f.max and x[x > 0].min() == f.smallest_subnormal
+    assert x.max() == f.max and x[x > 0].min() == value(f, 1)
     assert torch.equal(f.round(x).view(torch.int32), x.view(torch.int32))  # -0 too
 
 
@@ -80,12 +80,8 @@ def test_rounding_is_to_nearest_ties_to_even(f: FloatFormat) -> None:
     generator = torch.Generator().manual_seed(0)
     x = f.unpack(every_code(f)).double()
     x = x[torch.randperm(len(x), generator=generator)[:300]]
-    halves = torch.cat(
-        [x * (1 + 2.0 ** -(f.mantissa + 1)), x + f.smallest_subnormal / 2, x - f.smallest_subnormal / 2]
-    ).float()
-    ends = torch.tensor(
-        [0.0, -0.0, f.max, f.smallest_subnormal / 2, f.smallest_subnormal * 1.5, inf, -inf, float("nan"), 3e38, -3e38]
-    )
+    halves = torch.cat([x * (1 + 2.0 ** -(f.mantissa + 1)), x + value(f, 1) / 2, x - value(f, 1) / 2]).float()
+    ends = torch.tensor([0.0, -0.0, f.max, value(f, 1) / 2, value(f, 1) * 1.5, inf, -inf, float("nan"), 3e38, -3e38])
     ends = torch.cat([ends, torch.tensor([1e-45, -1e-45, 1.1754944e-38, 1e-39])])
     up, down = torch.tensor(inf), torch.tensor(-inf)
     noise = torch.randint(-(2**31), 2**31, (1000,), generator=generator).int().view(torch.float32)
@@ -113,7 +109,7 @@ def test_eight_bits_agree_with_those_of_torch(f: FloatFormat, dtype: torch.dtype
 def test_stochastic_rounding_has_the_mean_of_x(f: FloatFormat) -> None:
     generator = torch.Generator().manual_seed(0)
     n = 20_000
-    for x in (1.3, -0.7, 3 * f.smallest_subnormal / 4, 2.6 * f.smallest_subnormal, 1.0, 0.0, 1e9):
+    for x in (1.3, -0.7, 3 * value(f, 1) / 4, 2.6 * value(f, 1), 1.0, 0.0, 1e9):
         if x < 0 and not f.sign:
             continue
         samples = f.round(torch.full((n,), x), generator).double()

@@ -8,8 +8,8 @@ worth it. It needs a C++ compiler on a CPU, and Triton on a GPU. Without them, f
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -51,17 +51,11 @@ class CompiledElementwise:
         return self.works and x.numel() >= MIN_COMPILED_SIZE and x.device.type in ("cpu", "cuda")
 
 
-@contextmanager
-def specialize_ints() -> Iterator[None]:
+def specialize_ints() -> AbstractContextManager[object]:
     """Context for calls of compiled functions: Python integers, such as numbers of bits, become constants of the code;
     sizes of tensors do not. With integers as variables, code is slower and may not compile on a GPU."""
     config = compat.dynamo_config
-    before = config.specialize_int, config.recompile_limit
-    config.specialize_int, config.recompile_limit = True, max(_MAX_VARIANTS, config.recompile_limit)
-    try:
-        yield
-    finally:
-        config.specialize_int, config.recompile_limit = before
+    return config.patch(specialize_int=True, recompile_limit=max(_MAX_VARIANTS, config.recompile_limit))
 
 
 def triton_supports(x: Tensor) -> bool:

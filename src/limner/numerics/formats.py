@@ -89,11 +89,6 @@ class FloatFormat(Validated):
         """The largest number."""
         return 2.0**self._max_exponent * (2 - 2.0**-self.mantissa)
 
-    @property
-    def smallest_subnormal(self) -> float:
-        """The smallest number above zero."""
-        return 2.0 ** (1 - self._bias - self.mantissa)
-
     def pack(
         self,
         x: Float[Tensor, "*shape"],
