@@ -231,7 +231,9 @@ def _load_part(folder: Path, name: str, kind: Any, data: Mapping[str, Any]) -> n
 
             state = model.state_dict()
             for key in shapes:  # one tensor at a time: each process may keep only a small shard
-                state[key].copy_(shard_like(_check_finite(value(key), key, path), state[key]))
+                if not (tensor := value(key)).isfinite().all():
+                    raise UserError(f"{path}: {key!r} has values that are not finite")
+                state[key].copy_(shard_like(tensor, state[key]))
     except FileNotFoundError:
         raise UserError(f"{path} is missing: the bundle is incomplete") from None
     except (SafetensorError, OSError) as error:
@@ -290,9 +292,3 @@ def check_fit(dvae: AnyDVAEConfig, prior: TransformerConfig, contrastive: CLIPCo
     for left, a, right, b in pairs:
         if a != b:
             raise UserError(f"the models do not match: the {left} has size {a}, the {right} {b}")
-
-
-def _check_finite(tensor: Tensor, key: str, path: Path) -> Tensor:
-    if not tensor.isfinite().all():
-        raise UserError(f"{path}: {key!r} has values that are not finite")
-    return tensor
