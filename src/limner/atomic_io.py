@@ -9,8 +9,6 @@ process ends, also after a crash. Systems without `fcntl`, and some cluster file
 concurrent writers are not detected.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -10,8 +10,6 @@ The prior and the contrastive model are stored in half precision, or their matri
 tokens, and changed weights give other tokens. So training rounds a dVAE (`rounded`) before the prior is trained.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime

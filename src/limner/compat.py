@@ -5,8 +5,6 @@ with the new release, then set the versions here. Names resolve at their first u
 neither package.
 """
 
-from __future__ import annotations
-
 from pkgutil import resolve_name
 from typing import Any
 

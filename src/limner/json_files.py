@@ -5,8 +5,6 @@ Writing replaces NaN and infinities, which JSON does not define, by null. Readin
 does, so that later comparisons and conversions do not overflow.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Model card of a bundle."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

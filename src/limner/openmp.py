@@ -8,8 +8,6 @@ operation, so a process starts with as many threads as there are idle cores.
 libgomp reads its settings when torch is imported. Variables set by the user are kept.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

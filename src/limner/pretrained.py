@@ -3,8 +3,6 @@
 A bundle is a folder whose `config.json` has the format `FORMAT`; `bundles.py` reads and writes its content.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from limner.errors import UserError, did_you_mean

@@ -1,7 +1,5 @@
 """The part of a picture that stays: its pixels at the model's size, and the positions to draw (priming, inpainting)."""
 
-from __future__ import annotations
-
 import numpy as np
 from PIL import Image
 

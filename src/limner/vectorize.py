@@ -11,8 +11,6 @@ Tracers of black and white pictures, such as vtracer, start from the steps of an
 as many bytes for the same icons. The license of potrace and its ports is not compatible with limner's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise

@@ -10,8 +10,6 @@ positions. Models run equivalents: `sparse.py` in training, `cache.py` in decodi
 Shapes: B batch, H heads, P prefix, S image positions, N = P + S, D width, C = D / H.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

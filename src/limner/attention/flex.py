@@ -8,8 +8,6 @@ code on disk.
 Shapes: B batch, H heads, P prefix, h x w grid, N = P + h * w positions, C head width.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import lru_cache

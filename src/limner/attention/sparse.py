@@ -18,8 +18,6 @@ Shapes: B batch, H heads, P prefix, h x w grid, S = h * w, N = P + S, C head wid
 n blocks of q queries with m keys each in their windows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Base class of image tokenizers. Shapes: B batch, H x W pixels, S tokens, V codes, D numbers of a code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

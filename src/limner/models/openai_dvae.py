@@ -9,8 +9,6 @@ each class of the dVAE and keeps its pickled attributes. A file with any other n
 read.
 """
 
-from __future__ import annotations
-
 import pickletools
 import re
 import warnings

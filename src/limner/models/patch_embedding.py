@@ -3,8 +3,6 @@
 Shapes: B batch, S patches, n = 1 + S with the class token, k of these, D width.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float

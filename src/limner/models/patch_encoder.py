@@ -7,8 +7,6 @@ not in the paper.
 Shapes: B batch, H x W pixels, h x w grid of patches, V codes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -5,8 +5,6 @@ takes some ten seconds the first time (torch caches the code on disk) and 0.1 ms
 worth it. It needs a C++ compiler on a CPU, and Triton on a GPU. Without them, functions run uncompiled.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -3,8 +3,6 @@
 Generators on the CPU read only the lower 32 bits of a seed, so all bits are mixed into them.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 _GOLDEN = 2_654_435_769  # 2^32 divided by the golden ratio: consecutive multiples are far apart modulo 2^32

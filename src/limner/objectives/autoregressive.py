@@ -6,8 +6,6 @@ micro-batches of a batch divide by the same number of text tokens.
 Shapes: B batch, T text positions, S image positions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 

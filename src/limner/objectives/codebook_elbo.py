@@ -7,8 +7,6 @@ docs/log/2026-11-21.md, "dVAE objectives for small flat pictures" compares alter
 Shapes: B batch, H x W pixels, h x w grid, V codes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

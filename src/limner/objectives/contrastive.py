@@ -8,8 +8,6 @@ the whole batch, and there are no further negatives.
 Shapes: B batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

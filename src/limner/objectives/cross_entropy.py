@@ -8,8 +8,6 @@ passes through a 16-bit format.
 Shapes: N positions, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ On small, flat pictures this objective collapses to a few codes. The bundled `sc
 Shapes: B batch, H x W pixels, h x w grid, V codes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import log
 

@@ -10,8 +10,6 @@ If several processes share a batch, the negatives are those of all processes (`g
 Shapes: B batch (of a process), N that of all processes, K distractors or altered copies, T text positions, E embedding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -10,8 +10,6 @@ this decoder hardly improved
 Shapes: B batch, H x W pixels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Replacement of a model's linear layers, from outside and after initialization. Model code uses `nn.Linear` only."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar

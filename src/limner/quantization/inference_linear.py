@@ -3,8 +3,6 @@
 Shapes: n inputs, m outputs.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import torch

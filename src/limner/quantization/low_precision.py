@@ -33,8 +33,6 @@ checkpointing, `torch.compile` and `torch.func`. A second derivative of an 8-bit
 Shapes: b rows, n inputs, m outputs. `weight` is [m, n].
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 

@@ -8,8 +8,6 @@ Precisions in `TrainingPrecision` are without settings, so a recipe and the comm
 `--prior.training.precision switchback`. `SimulatedGradients` has a setting, and is for experiments in Python.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -17,8 +17,6 @@ the same integers.
 Shapes: m rows, n columns.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import torch

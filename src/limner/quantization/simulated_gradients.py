@@ -7,8 +7,6 @@ forward pass is unchanged, since layer norms bound the range of activations.
 Shapes: n inputs, m outputs.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ the weights in the layout of its products, so its name is a hash of code, weight
 code: the cache folder must be writable by its user only. Damaged files are compiled again.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import os

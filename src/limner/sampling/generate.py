@@ -9,8 +9,6 @@ prompt tokens replace samples, with the same uniform numbers.
 Shapes: B captions, N candidates of each, M rows, T text positions, S image positions, V image vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor

@@ -8,8 +8,6 @@ log-probability is the whole score, since the contrastive model hardly recognize
 Shapes: B captions, N candidates, T text positions, S image positions, H x W pixels.
 """
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
