@@ -44,10 +44,4 @@ def escape_control(text: object) -> str:
 
     Whitespace control characters become spaces; other unprintable characters become escapes such as \\x1b.
     """
-
-    def escape(match: re.Match[str]) -> str:
-        character = match[0]
-        code = ord(character)
-        return " " if character.isspace() else f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-
-    return _UNPRINTABLE.sub(escape, str(text))
+    return _UNPRINTABLE.sub(lambda x: " " if x[0].isspace() else x[0].encode("unicode_escape").decode(), str(text))
