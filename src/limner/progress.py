@@ -21,25 +21,20 @@ from limner.errors import escape_control
 Advance = Callable[[int], object]  # takes the units done since the last call
 _RATE_SECONDS = 120.0  # to average the rate: earlier rates do not predict the remaining time
 _MAX_MARKS = 24  # in that time
+_LINE_SECONDS = 10.0  # between plain lines
 
 
-def progress(
-    title: str, total: int | None = None, *, unit: str = "step", every: float = 10.0, shown: bool = True
-) -> "Progress":
-    """Return a context manager that shows a bar if stderr is a terminal, else plain lines.
-
-    `every`: seconds between plain lines. `shown`: False shows nothing.
-    """
+def progress(title: str, total: int | None = None, *, unit: str = "step", shown: bool = True) -> "Progress":
+    """Return a context manager that shows a bar if stderr is a terminal, else plain lines; nothing if not `shown`."""
     kind = (BarProgress if sys.stderr.isatty() else PlainProgress) if shown else Progress
-    return kind(title, total, unit=unit, every=every)
+    return kind(title, total, unit=unit)
 
 
 class Progress:
     """Count work without showing it; the two subclasses show it."""
 
-    def __init__(self, title: str, total: int | None = None, *, unit: str = "step", every: float = 10.0) -> None:
-        self.title, self.total, self.unit, self.every = title, total, unit, every
-        self.done = 0
+    def __init__(self, title: str, total: int | None = None, *, unit: str = "step") -> None:
+        self.title, self.total, self.unit, self.done = title, total, unit, 0
         self.metrics: dict[str, float | str] = {}
         self._begin()
 
@@ -97,18 +92,18 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """Plain lines on stderr: one every `every` seconds and one at the end."""
+    """Plain lines on stderr: one every ten seconds and one at the end."""
 
     _due = 0.0
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._due = self.started + self.every
+        self._due = self.started + _LINE_SECONDS
         return self
 
     def show(self) -> None:
         if self.done != self.total and time.monotonic() >= self._due:  # `__exit__` prints the last line
-            self._due = time.monotonic() + self.every
+            self._due = time.monotonic() + _LINE_SECONDS
             self.note(self._line())
 
     def note(self, text: str) -> None:

@@ -23,7 +23,7 @@ def time(monkeypatch):
 
 
 def test_plain_lines_come_every_few_seconds_with_rate_and_time_left(time, capsys) -> None:
-    with progress("training", total=100, every=10) as bar:
+    with progress("training", total=100) as bar:
         assert isinstance(bar, PlainProgress)  # stderr is no terminal here
         for _ in range(50):
             time.now += 0.5
@@ -37,7 +37,7 @@ def test_plain_lines_come_every_few_seconds_with_rate_and_time_left(time, capsys
 
 
 def test_the_end_is_reported_once_also_when_a_line_is_due_then(time, capsys) -> None:
-    with progress("training", total=4, every=10) as bar:
+    with progress("training", total=4) as bar:
         for _ in range(4):
             time.now += 5
             bar.advance(1)
