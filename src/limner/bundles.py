@@ -63,13 +63,8 @@ def write(
     in half precision. Raises `UserError` if the folder has other content or a weight is not finite.
     """
     check_replaceable(folder, FORMAT, "a bundle")
-    info = _to_json_values(
-        {
-            "name": folder.resolve().parent.name if folder.name == "bundle" else folder.name,
-            "created": datetime.now(UTC).date().isoformat(),
-            **info,
-        }
-    )
+    name = folder.resolve().parent.name if folder.name == "bundle" else folder.name
+    info = _to_json_values({"name": name, "created": datetime.now(UTC).date().isoformat(), **info})
     with atomic_folder(folder) as fresh:
         _write_weights(fresh, models, dtype)
         tokenizer.save(fresh / "tokenizer.json")
@@ -134,10 +129,10 @@ def _to_dtype_if_lossless(value: Tensor, dtype: torch.dtype) -> Tensor:
     return small if torch.equal(small.to(value.dtype), value) else value
 
 
-def rounded(model: M, dtype: torch.dtype = torch.float16) -> M:
+def rounded(model: M) -> M:
     """Round the parameters in place to the values that a bundle stores, so that later stages train with the weights
     used for drawing. Return the model."""
-    model.load_state_dict({key: _to_dtype(value, dtype) for key, value in model.state_dict().items()})
+    model.load_state_dict({key: _to_dtype(value, torch.float16) for key, value in model.state_dict().items()})
     return model
 
 
