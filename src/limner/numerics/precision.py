@@ -47,21 +47,18 @@ class Fp32:
         return nullcontext() if dtype == torch.float32 else torch.autocast(kind, dtype=dtype, cache_enabled=False)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Bf16(Fp32):
     """Matrix products in bf16."""
 
     format = torch.bfloat16
 
 
-@dataclass(frozen=True, kw_only=True)
 class Fp16(Fp32):
     """Matrix products in fp16, whose gradients need a scale (`TrainConfig.scaling`)."""
 
     format = torch.float16
 
 
-@dataclass(frozen=True, kw_only=True)
 class Auto(Fp32):
     """Matrix products in bf16 where the hardware multiplies it faster than fp32."""
 

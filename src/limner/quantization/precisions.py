@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 from limner.numerics.formats import FloatFormat
-from limner.numerics.precision import Auto, Bf16, Fp16, Fp32, Precision
+from limner.numerics.precision import Auto, Fp16, Fp32, Precision
 from limner.quantization import low_precision
 from limner.quantization.convert import convert
 from limner.quantization.low_precision import HalfLinear, LowPrecisionLinear
 from limner.quantization.simulated_gradients import SimulatedGradientLinear
 
 
-@dataclass(frozen=True, kw_only=True)
 class SwitchBack(Auto):
     """int8, with the weight gradient in 16 bits."""
 
@@ -33,42 +32,36 @@ class SwitchBack(Auto):
         return convert(model, self.layer.from_linear, in_blocks)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SwitchBackM(SwitchBack):
     """`SwitchBack` that saves int8 for the backward pass."""
 
     layer = low_precision.SwitchBackMLinear
 
 
-@dataclass(frozen=True, kw_only=True)
 class SwitchBackQ(SwitchBack):
     """`SwitchBack` with a scale for each row or column of a weight."""
 
     layer = low_precision.SwitchBackQLinear
 
 
-@dataclass(frozen=True, kw_only=True)
 class LLMInt8(SwitchBack):
     """int8 in all three products."""
 
     layer = low_precision.LLMInt8Linear
 
 
-@dataclass(frozen=True, kw_only=True)
 class Fp8SwitchBack(SwitchBack):
     """float8, with the weight gradient in 16 bits."""
 
     layer = low_precision.Fp8SwitchBackLinear
 
 
-@dataclass(frozen=True, kw_only=True)
 class Fp8TensorWise(SwitchBack):
     """float8 in all three products, with one scale for each matrix."""
 
     layer = low_precision.Fp8TensorWiseLinear
 
 
-@dataclass(frozen=True, kw_only=True)
 class Fp16Weights(Fp16):
     """`Fp16` that also stores the matrices of the blocks and their gradients in fp16, without a copy in fp32 (Ramesh et
     al. 2021, §2.4 and App. D.2)."""
@@ -76,17 +69,13 @@ class Fp16Weights(Fp16):
     converts = True
 
     def apply(self, model: nn.Module) -> nn.Module:
-        return convert(model, lambda layer: HalfLinear.from_linear(layer, torch.float16), in_blocks)
+        return convert(model, lambda layer: HalfLinear.from_linear(layer, self.format), in_blocks)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bf16Weights(Bf16):
+class Bf16Weights(Fp16Weights):
     """`Fp16Weights` in bfloat16, without gradient scales; weights have three binary digits less."""
 
-    converts = True
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        return convert(model, lambda layer: HalfLinear.from_linear(layer, torch.bfloat16), in_blocks)
+    format = torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
