@@ -36,7 +36,7 @@ from limner.attention.patterns import PATTERNS, Pattern, paper_pattern
 from limner.attention.sparse import training_attention
 from limner.numerics.precision import upcast
 from limner.text import PAD
-from limner.validation import InvalidSetting, Range, Validated, abbreviate
+from limner.validation import InvalidSetting, Range, Validated, invalid_choice
 
 __all__ = ["MLP", "SIZES", "Block", "Embedding", "Head", "LayerScale", "Resblock", "Transformer", "TransformerConfig"]
 
@@ -71,9 +71,7 @@ class TransformerConfig(Validated):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pattern not in (names := ["paper", *PATTERNS]):
-            raise InvalidSetting(
-                "pattern", f"must be {', '.join(names[:-1])} or {names[-1]}, not {abbreviate(self.pattern)}"
-            )
+            raise InvalidSetting("pattern", invalid_choice(self.pattern, names))
         if self.width % self.heads:
             raise InvalidSetting("width", f"must be a multiple of heads, {self.heads}, not {self.width}")
         if self.kernel % 2 == 0:

@@ -131,7 +131,10 @@ def test_wrong_values_of_every_setting_of_a_recipe(capsys, tmp_path, monkeypatch
         ("--dvae.training.checkpoint-activations", "dvae.training.checkpoint-activations must be false"),
         ("--contrastive.training.checkpoint-activations", "contrastive.training.checkpoint-activations must be"),
         ("--prior.model.heads 3", "prior.model.width must be a multiple of heads, 3, not 128"),
-        ("--prior.model.pattern rows", "prior.model.pattern must be paper, row, column, conv or dense, not 'rows'"),
+        (
+            "--prior.model.pattern rows",
+            "prior.model.pattern cannot be 'rows': choose 'paper', 'row', 'column', 'conv', 'dense'",
+        ),
         ("--prior.model.kernel 4", "prior.model.kernel must be odd, not 4"),
         ("--prior.model.grid 1000 1000", "prior.model.grid must have at most 65,536 positions, not 1,000,000"),
         ("--contrastive.model.heads 5", "contrastive.model.width must be a multiple of heads, 5, not 128"),
