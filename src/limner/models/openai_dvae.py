@@ -70,9 +70,7 @@ def read(path: Path) -> dict[str, Tensor]:
     """
     require_file(path)
     try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        tensors = _unpickle(path)
+        tensors = load_file(path) if path.suffix == ".safetensors" else _unpickle(path)
     except UserError:
         raise
     except (SafetensorError, FileNotFoundError) as error:
@@ -125,21 +123,15 @@ def _tensors(module: _ModuleState) -> Iterator[tuple[str, Tensor]]:
     pending, seen = [("", module)], set()
     while pending:
         prefix, part = pending.pop()
-        if id(part) in seen:
-            raise ValueError("a module occurs twice or contains itself")
+        if id(part) in seen or len(prefix) > 1_000:
+            raise ValueError("a module occurs twice, contains itself or is nested too deep")
         seen.add(id(part))
         for name, value in {**part.state["_parameters"], **part.state["_buffers"]}.items():
             if value is not None:
-                yield _join_name(prefix, name), value
+                yield prefix + name, value
         for name, inner in part.state["_modules"].items():
             if inner is not None:
-                pending.append((_join_name(prefix, name) + ".", inner))
-
-
-def _join_name(prefix: str, name: object) -> str:
-    if not isinstance(name, str) or len(prefix) > 1_000:
-        raise ValueError("a name is not a string, or is too long")
-    return prefix + name
+                pending.append((prefix + name + ".", inner))
 
 
 def from_openai(encoder: Mapping[str, Tensor], decoder: Mapping[str, Tensor], size: int = 256) -> DVAE:
