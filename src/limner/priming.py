@@ -15,14 +15,7 @@ def prompt(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the picture, uint8 [3, size, size], and True at the positions to draw, bool [S].
 
-    Args:
-        image: cropped to its central square and resized; white behind transparent pixels, as for `mask`.
-        grid: rows and columns of tokens.
-        keep_rows: number of rows of tokens to keep, from the top.
-        mask: alternative to `keep_rows`, a picture whose light pixels mark the tokens to redraw.
-
-    Raises:
-        UserError: both or neither of `keep_rows` and `mask` are given, or one is invalid.
+    `grid` has rows and columns of tokens; `TextToImage.prime` explains the other arguments. Raises `UserError`.
     """
     if (keep_rows is None) == (mask is None):
         raise UserError("a picture needs either keep_rows or a mask: give one of the two")
