@@ -34,8 +34,7 @@ _MIN_CHANGED = 0.03  # share of the pasted rectangle's pixels that must change, 
 class HardNegativeLoss(Validated):
     """Cross-entropy in both directions, with altered copies of each picture and the batch's `distractors`, if any.
 
-    Metrics: `accuracy` is the share of pictures that rank their caption first, `text_to_image_acc` the share of
-    captions that rank their picture first.
+    `CLIPLoss` explains the metrics.
 
     Args:
         cut_paste_negatives: number of copies of each picture into which a rectangle of another picture is pasted.
