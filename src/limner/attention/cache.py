@@ -19,92 +19,33 @@ one kernel does the whole step (`triton_decode.py`).
 
 A step of several positions has a first position for each row, a tensor [M, 1]. Its later tokens may turn out to be
 wrong: decoding then continues from an earlier position, without copying. A ring has spare slots for these tokens. A
-slot of a later position counts as one too far back to be visible, and the next step overwrites it.
+slot of a later position counts as one too far back to be visible, and the next step overwrites it. Rows of any
+captions and positions may share a step (`KVCache.cat`).
 
-Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width; n positions held, L lanes (the
-columns of a pattern that sees only its own column, else 1), of which a position reads one; W positions; K rows kept.
+Shapes: B captions, N candidates of each (at most, if they differ), M rows, H heads, P prefix, C head width; n positions
+held, L lanes (the columns of a pattern that sees only its own column, else 1), of which a position reads one; W
+positions; K rows kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from copy import copy
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from limner.attention.attention import AttentionFn
+from limner.attention.kv_store import KVStore, Position
 from limner.attention.patterns import Pattern
 from limner.numerics.compile_elementwise import can_launch_triton
 
-Position = int | Tensor  # a tensor is int64 [1], or [M, 1] with a position for each row
-
 # A step that reads more than this part of a lane reads the whole lane under a mask, since a product copies slices.
 _FULL_READ_FRACTION = 1 / 4
-
-
-class KVStore:
-    """Keys or values of candidates, [L, M, H, n / L, C], in the model's format. A lane is contiguous."""
-
-    def __init__(self, like: Tensor, num_lanes: int, n: int) -> None:
-        """Allocate for the candidates, heads, width and format of `like` [M, H, ..., C]."""
-        self.parts: list[Tensor] = [like.new_zeros(num_lanes, *like.shape[:2], n // num_lanes, like.shape[-1])]
-
-    def write(self, lane: Position, slot: Position, x: Float[Tensor, "M H W C"]) -> None:
-        """Store the states of one position of each candidate, or of W positions with lanes and slots [M, W]."""
-        _write(self.parts[0], lane, slot, x)
-
-    def read(self, lane: Position, slots: int) -> Float[Tensor, "M H slots C"]:
-        """Return the states in the first slots of a lane; with lanes [M, W], [M * W, H, slots, C]."""
-        return _lane(self.parts[0], lane)[:, :, :slots]
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> KVStore:
-        """Return a store of `function(part)` for each part [L, M, H, n / L, ...]."""
-        mapped = copy(self)
-        mapped.parts = [function(part) for part in self.parts]
-        return mapped
-
-    @property
-    def bytes_per_candidate(self) -> int:
-        return sum(part[:, 0].numel() * part.element_size() for part in self.parts)
-
-
-class Int8KVStore(KVStore):
-    """A store in int8, with a scale absmax / 127 for each position and head."""
-
-    def __init__(self, like: Tensor, num_lanes: int, n: int) -> None:
-        super().__init__(like, num_lanes, n)
-        values = self.parts[0]
-        self.parts = [values.to(torch.int8), values.new_ones(*values.shape[:-1], 1)]
-
-    def write(self, lane: Position, slot: Position, x: Float[Tensor, "M H W C"]) -> None:
-        scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-6) / 127
-        _write(self.parts[0], lane, slot, (x / scale).round().clamp(-127, 127).to(torch.int8))
-        _write(self.parts[1], lane, slot, scale)
-
-    def read(self, lane: Position, slots: int) -> Float[Tensor, "M H slots C"]:
-        values, scale = (_lane(part, lane)[:, :, :slots] for part in self.parts)
-        return values * scale
-
-
-def _write(part: Tensor, lane: Position, slot: Position, x: Tensor) -> None:
-    if isinstance(slot, Tensor) and slot.ndim == 2:
-        part[lane, torch.arange(x.shape[0], device=x.device)[:, None], :, slot] = x.transpose(1, 2)
-    else:
-        part[lane, :, :, slot] = x[:, :, 0]
-
-
-def _lane(part: Tensor, lane: Position) -> Tensor:
-    """Return a lane of a part, [M, H, n / L, C]; a copy if `lane` is a tensor and the part has several lanes. With
-    lanes [M, W], return one for each of M * W queries."""
-    if len(part) == 1:
-        return part[0]
-    if isinstance(lane, Tensor) and lane.ndim == 2:
-        return part[lane, torch.arange(lane.shape[0], device=part.device)[:, None]].flatten(0, 1)
-    return part[lane].view(part.shape[1:])
 
 
 @dataclass
@@ -139,10 +80,6 @@ class LayerKVCache:
         has_gaps = len(pattern.offsets) < len(gap_bias)
         return cls(pattern.num_lanes, has_gaps, gap_bias, keys, values, *empty)
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> LayerKVCache:
-        """Apply `KVStore.map` to keys and values of the candidates; the prefix stays shared."""
-        return replace(self, keys=self.keys.map(function), values=self.values.map(function))
-
     @property
     def buffers(self) -> list[Tensor]:
         """All tensors of the cache."""
@@ -151,18 +88,19 @@ class LayerKVCache:
     def bind(self, buffers: Iterator[Tensor]) -> LayerKVCache:
         """Return a cache backed by the next tensors of an iterator, in the order of the property `buffers`."""
         prefix = {"prefix_keys": next(buffers), "prefix_values": next(buffers)}
-        return replace(self, **prefix).map(lambda _: next(buffers))
+        return replace(self, **prefix, keys=self.keys.bind(buffers), values=self.values.bind(buffers))
 
     def append(
-        self, position: Position, q: Float[Tensor, "M H W C"], k: Float[Tensor, "M H W C"], v: Float[Tensor, "M H W C"]
-    ) -> Float[Tensor, "M H W C"]:
+        self, position: Position, places: Places | None, q: Float[Tensor, "M H W C"], k: Float[Tensor, "M H W C"],
+        v: Float[Tensor, "M H W C"],
+    ) -> Float[Tensor, "M H W C"]:  # fmt: skip
         """Store the keys and values of W image positions from `position`, and return the attention output at them.
 
-        Several positions need a position for each row, [M, 1].
+        Several positions need a position for each row, [M, 1]. `places` are those of `KVCache`.
         """
         if isinstance(position, Tensor) and position.ndim == 2:
-            return self._append_window(position + torch.arange(q.shape[2], device=q.device), q, k, v)
-        if isinstance(position, Tensor) and self._fused(q, k, v):
+            return self._append_window(position + torch.arange(q.shape[2], device=q.device), places, q, k, v)
+        if isinstance(position, Tensor) and not places and self._fused(q, k, v):
             from limner.attention import triton_decode
 
             rings = self.keys.parts[0], self.values.parts[0]
@@ -171,16 +109,20 @@ class LayerKVCache:
         lane, step = position % self.num_lanes, position // self.num_lanes
         slots = self._slots(step)
         sees_all = isinstance(step, int) and slots <= step + 1 and not self.has_gaps
-        return self._attend(q, *self._exchange(lane, step, slots, k, v), None if sees_all else self._bias(step, slots))
+        bias = None if sees_all else self._bias(step, slots)
+        return self._attend(q, *self._exchange(lane, step, slots, k, v), bias, places)
 
-    def _append_window(self, position: Int64[Tensor, "M W"], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _append_window(
+        self, position: Int64[Tensor, "M W"], places: Places | None, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         lane, step = position % self.num_lanes, position // self.num_lanes
         keys, values = self._exchange(lane, step, len(self.gap_bias), k, v)
         bias = self._bias(step[..., None], len(self.gap_bias))
         if self.num_lanes == 1:
-            return self._attend(q, keys, values, bias[:, None])
+            return self._attend(q, keys, values, bias[:, None], places)
         each = q.transpose(1, 2).flatten(0, 1)[:, :, None]  # as M * W rows, since each position has its own lane
-        output = self._attend(each, keys, values, bias.flatten(0, 1)[:, None, None])
+        places = places and places.times(q.shape[2])
+        output = self._attend(each, keys, values, bias.flatten(0, 1)[:, None, None], places)
         return output.view(q.shape[0], -1, *q.shape[1::2]).transpose(1, 2)
 
     def _exchange(self, lane: Position, step: Position, slots: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,18 +131,17 @@ class LayerKVCache:
         self.values.write(lane, step % len(self.gap_bias), v)
         return self.keys.read(lane, slots), self.values.read(lane, slots)
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, places: Places | None) -> Tensor:
         """Attend from q [M, H, W, C] to the prefix and to keys and values [M, H, slots, C]."""
-        b, heads, p, c = self.prefix_keys.shape
-        w, q = q.shape[2], q * c**-0.5
-        grouped = q.view(b, -1, heads, w, c).transpose(1, 2).reshape(b, heads, -1, c)  # one product for all candidates
-        prefix_scores = _ungroup(grouped @ self.prefix_keys.transpose(2, 3), w)
+        b, w, q = len(self.prefix_keys), q.shape[2], q * q.shape[-1] ** -0.5
+        prefix_scores = _ungroup(_group(q, b, places) @ self.prefix_keys.transpose(2, 3), w, places)
         image_scores = q @ keys.transpose(2, 3)
         if bias is not None:
             image_scores = image_scores + bias
         weights = torch.cat([prefix_scores, image_scores], -1).softmax(-1)  # accumulates in fp32 for every format
-        grouped = weights[..., :p].view(b, -1, heads, w, p).transpose(1, 2).reshape(b, heads, -1, p)
-        return _ungroup(grouped @ self.prefix_values, w) + weights[..., p:] @ values
+        p = self.prefix_keys.shape[2]
+        from_prefix = _ungroup(_group(weights[..., :p], b, places) @ self.prefix_values, w, places)
+        return from_prefix + weights[..., p:] @ values
 
     def _fused(self, *states: Tensor) -> bool:
         """Return True if `triton_decode.py` attends: on a GPU, in the model's format, outside `torch.compile`."""
@@ -223,8 +164,38 @@ class LayerKVCache:
         return self.gap_bias[back].masked_fill_(back > step, -torch.inf)  # not yet written: back > step
 
 
-def _ungroup(x: Float[Tensor, "B H N*W K"], w: int) -> Float[Tensor, "B*N H W K"]:
-    return x.unflatten(2, (-1, w)).transpose(1, 2).flatten(0, 1)
+class Places(NamedTuple):
+    """Places of M rows in a table of B captions and N rows of each, some of them empty: index [M] into B * N."""
+
+    index: Int64[Tensor, " M"]
+    n: int
+
+    @classmethod
+    def of(cls, captions: Sequence[int], device: torch.device) -> Places | None:
+        """Return the places of rows, given the caption of each, or None if the table in order is the rows."""
+        counts, ranks = Counter[int](), []
+        for caption in captions:
+            ranks.append(counts[caption])
+            counts[caption] += 1
+        n = max(counts.values())
+        index = [caption * n + rank for caption, rank in zip(captions, ranks, strict=True)]
+        return None if index == list(range(n * len(counts))) else cls(torch.tensor(index, device=device), n)
+
+    def times(self, w: int) -> Places:
+        """Return the places of M * W rows, W for each row here."""
+        return Places((self.index[:, None] * w + torch.arange(w, device=self.index.device)).flatten(), self.n * w)
+
+
+def _group(x: Float[Tensor, "M H W K"], b: int, places: Places | None) -> Float[Tensor, "B H N*W K"]:
+    """Arrange rows by captions, so that one product serves all rows of a caption."""
+    if places:
+        x = x.new_zeros(b * places.n, *x.shape[1:]).index_copy_(0, places.index, x)
+    return x.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def _ungroup(x: Float[Tensor, "B H N*W K"], w: int, places: Places | None) -> Float[Tensor, "M H W K"]:
+    rows = x.unflatten(2, (-1, w)).transpose(1, 2).flatten(0, 1)
+    return rows[places.index] if places else rows
 
 
 @lru_cache(maxsize=16)
@@ -241,21 +212,53 @@ class KVCache:
 
     layers: Sequence[LayerKVCache]
     length: Position = 0  # if a tensor [M, 1], of each row
+    captions: Sequence[int] | None = None  # of each row; None if captions have equal numbers of rows, in order
+
+    def __post_init__(self) -> None:
+        places = self.captions and Places.of(self.captions, self.layers[0].prefix_keys.device)
+        self.places = places or None
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.layers[0].keys.parts[0].shape[1]
+
+    @property
+    def row_captions(self) -> Sequence[int]:
+        """The number of each row's caption."""
+        b = len(self.layers[0].prefix_keys)
+        return self.captions or [i for i in range(b) for _ in range(self.rows // b)]
 
     def expand(self, n: int) -> KVCache:
-        """Repeat each caption's candidates `n` times, M -> M * n."""
-        length = self.length.repeat_interleave(n, 0) if isinstance(self.length, Tensor) else self.length
-        return KVCache([layer.map(lambda x: x.repeat_interleave(n, 1)) for layer in self.layers], length)
+        """Repeat each row `n` times, M -> M * n."""
+        return self.select(torch.arange(self.rows).repeat_interleave(n))
 
     def select(self, rows: Int64[Tensor, " K"]) -> KVCache:
-        """Return candidates `rows` only, the same number for each caption."""
+        """Return rows, some perhaps repeated, with the captions that they need."""
+        all_captions = self.row_captions
+        captions = [all_captions[row] for row in rows.tolist()]
+        used = sorted(set(captions))
+        rows = rows.to(self.layers[0].prefix_keys.device)
+        buffers = (x[used] if x.ndim == 4 else x[:, rows] for x in self.buffers)
         length = self.length[rows] if isinstance(self.length, Tensor) else self.length
-        return KVCache([layer.map(lambda x: x[:, rows]) for layer in self.layers], length)
+        return KVCache([layer.bind(buffers) for layer in self.layers], length, [used.index(x) for x in captions])
+
+    @classmethod
+    def cat(cls, caches: Sequence[KVCache]) -> KVCache:
+        """Return the rows of all caches, each at its own position."""
+        captions: list[int] = []
+        for cache in caches:
+            offset = len(set(captions))
+            captions += [offset + caption for caption in cache.row_captions]
+        buffers = (torch.cat(x, 0 if x[0].ndim == 4 else 1) for x in zip(*(c.buffers for c in caches), strict=True))
+        device = caches[0].layers[0].prefix_keys.device
+        lengths = [torch.as_tensor(cache.length, device=device).expand(cache.rows, 1) for cache in caches]
+        return cls([layer.bind(buffers) for layer in caches[0].layers], torch.cat(lengths), captions)
 
     def copy(self) -> KVCache:
         """Return a deep copy."""
         buffers = (x.clone() for x in self.buffers)
-        return KVCache([layer.bind(buffers) for layer in self.layers], self.length)
+        return KVCache([layer.bind(buffers) for layer in self.layers], self.length, self.captions)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -264,7 +267,7 @@ class KVCache:
 
     def attention_fns(self) -> list[AttentionFn]:
         """Return each layer's attention at the next positions."""
-        return [partial(layer.append, self.length) for layer in self.layers]
+        return [partial(layer.append, self.length, self.places) for layer in self.layers]
 
     def advance(self, positions: int) -> None:
         """Count more positions as read."""
@@ -274,26 +277,3 @@ class KVCache:
     def bytes_per_candidate(self) -> int:
         """Bytes that one more candidate takes."""
         return sum(x.keys.bytes_per_candidate + x.values.bytes_per_candidate for x in self.layers)
-
-
-class RaggedBatch:
-    """Caches at different positions that share a step. Their rows form one batch, cache after cache; attention is
-    computed per cache."""
-
-    def __init__(self, caches: Sequence[KVCache]) -> None:
-        self.caches = caches
-        self.sizes = [cache.layers[0].keys.parts[0].shape[1] for cache in caches]
-        device = caches[0].layers[0].prefix_keys.device
-        lengths = [torch.as_tensor(cache.length, device=device) for cache in caches]
-        self.length = torch.cat([x.expand(n, 1) for x, n in zip(lengths, self.sizes, strict=True)])  # [M, 1]
-
-    def attention_fns(self) -> list[AttentionFn]:
-        return [partial(self._attend_each, fns) for fns in zip(*(x.attention_fns() for x in self.caches), strict=True)]
-
-    def _attend_each(self, attention_fns: Sequence[AttentionFn], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = zip(attention_fns, *(x.split(self.sizes) for x in (q, k, v)), strict=True)
-        return torch.cat([attention_fn(*part) for attention_fn, *part in parts])
-
-    def advance(self, positions: int) -> None:
-        for cache in self.caches:
-            cache.advance(positions)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limner.attention.cache import Int8KVStore, KVStore
+from limner.attention.kv_store import Int8KVStore, KVStore
 from limner.errors import UserError
 from limner.models.contrastive import CLIP
 from limner.models.image_tokenizer import ImageTokenizer

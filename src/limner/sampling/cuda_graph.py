@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from limner.attention.cache import KVCache, KVStore, RaggedBatch
+from limner.attention.cache import KVCache
+from limner.attention.kv_store import KVStore
 from limner.models.transformer import Transformer
 from limner.sampling.decoder import TokenDecoder
 
@@ -82,8 +83,8 @@ class GraphedDecoder(TokenDecoder):
         self.capture, self.compile = capture, compile
         self._steps: list[GraphedStep] = []  # least recently used first
 
-    def step(self, cache: KVCache | RaggedBatch, tokens: Int64[Tensor, "M W"]) -> Float[Tensor, "M W V"]:
-        if isinstance(cache, RaggedBatch):
+    def step(self, cache: KVCache, tokens: Int64[Tensor, "M W"]) -> Float[Tensor, "M W V"]:
+        if cache.places or (isinstance(cache.length, Tensor) and cache.length.ndim == 2):
             return super().step(cache, tokens)
         with torch.inference_mode(False), torch.no_grad():  # torch.compile cannot use inference tensors
             return self._graphed_step(cache, tokens)(cache, tokens)

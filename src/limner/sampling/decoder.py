@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from limner.attention.cache import KVCache, KVStore, LayerKVCache, RaggedBatch
+from limner.attention.cache import KVCache, LayerKVCache
+from limner.attention.kv_store import KVStore
 from limner.attention.patterns import Pattern
 from limner.attention.sparse import DenseAttention
 from limner.models.transformer import Transformer, TransformerConfig
@@ -55,7 +56,7 @@ class TokenDecoder:
         length = 0 if window == 1 else torch.zeros(len(text), 1, dtype=torch.long, device=text.device)
         return KVCache(layers, length), self._logits(x[:, -1:])
 
-    def step(self, cache: KVCache | RaggedBatch, tokens: Int64[Tensor, "M W"]) -> Float[Tensor, "M W V"]:
+    def step(self, cache: KVCache, tokens: Int64[Tensor, "M W"]) -> Float[Tensor, "M W V"]:
         """Append image tokens to each row, [M, W], and return the fp32 logits [M, W, V] of the token after each.
 
         Several tokens need a cache with a length for each row. Setting back the length drops tokens.

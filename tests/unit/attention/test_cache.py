@@ -8,7 +8,8 @@ from hypothesis import given, settings, strategies as st
 from torch.overrides import TorchFunctionMode
 
 from limner.attention.attention import Attention, attend, attention_mask
-from limner.attention.cache import Int8KVStore, KVCache, KVStore, LayerKVCache
+from limner.attention.cache import KVCache, LayerKVCache
+from limner.attention.kv_store import Int8KVStore, KVStore
 from limner.attention.patterns import PATTERNS
 from limner.models.transformer import TransformerConfig
 from limner.sampling.decoder import TokenDecoder

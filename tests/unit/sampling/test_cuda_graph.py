@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from limner.attention.cache import Int8KVStore, KVStore
+from limner.attention.kv_store import Int8KVStore, KVStore
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
 from limner.sampling import aot_inductor

@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings, strategies as st
 from scipy import stats
 
 import limner
-from limner.attention.cache import Int8KVStore, KVStore
+from limner.attention.kv_store import Int8KVStore, KVStore
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
@@ -16,7 +16,8 @@ from limner.sampling.cuda_graph import GraphedDecoder
 from limner.sampling.decoder import TokenDecoder
 from limner.sampling.generate import UNSET, candidate_noise, reference_tokens, sample_token
 from limner.sampling.generation_config import Sampler
-from limner.sampling.parallel import Scheduler, generate
+from limner.sampling.generation import TokenRequest
+from limner.sampling.parallel import Batch, generate
 from limner.text import PAD
 
 N = 40_000
@@ -148,24 +149,19 @@ def log_likelihoods(model, text, tokens):
 @pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize("graphed", [False, True])
 def test_log_likelihoods_equal_those_of_teacher_forcing(graphed, window):
-    """For all samplers, prompt tokens and sampled ones, several groups and the last one."""
+    """For all samplers, prompt tokens and sampled ones, requests together and the last one alone."""
     model = prior()
     decoder = GraphedDecoder(model, lambda run: run) if graphed else TokenDecoder(model)
     decoder.max_window = window
-    scheduler = Scheduler(decoder)
-    all_requests = requests()
-    groups = [scheduler.add(**request) for request in all_requests]
-    groups[3].select([1])  # within the prompt
-    while scheduler.groups:
-        if groups[0].n == 3 and groups[0].position >= 4:
-            groups[0].select([1, 2])
-        scheduler.step()
-    for group, request in zip(groups, all_requests, strict=True):
-        expected = log_likelihoods(model, request["text"], group.tokens)
-        torch.testing.assert_close(group.log_likelihood, expected)
-        alone = generate(decoder_of(model, window), **request)
-        torch.testing.assert_close(alone.log_likelihood[:, -1], expected[:, -1])
-    assert torch.cat([group.log_likelihood.flatten() for group in groups]).std() > 0.1
+    batch, all_requests = Batch(decoder), requests()
+    generations = [batch.add([request])[0] for request in all_requests]
+    while batch.generations:
+        batch.step()
+    for generation, request in zip(generations, all_requests, strict=True):
+        expected = log_likelihoods(model, request.text[None], generation.tokens[None])[0]
+        torch.testing.assert_close(generation.log_likelihood, expected)
+        torch.testing.assert_close(alone(decoder_of(model, window), request).log_likelihood[0], expected)
+    assert torch.cat([generation.log_likelihood for generation in generations]).std() > 0.1
     known = torch.randint(0, 16, (2, 15))
     prompted = generate(decoder_of(model, window), TEXT, range(3), Sampler(), prompt_tokens=known)
     torch.testing.assert_close(prompted.log_likelihood, log_likelihoods(model, TEXT, prompted.tokens))
@@ -251,21 +247,18 @@ def test_logits_that_are_not_finite_are_a_user_error(sampler):
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_previews_show_finished_rows(window):
-    seen = []
-    tokens = generate(
-        decoder_of(prior(), window),
-        TEXT,
-        range(2),
-        Sampler(),
-        on_preview=lambda partial, rows: seen.append((partial.clone(), rows)),
-    ).tokens
-    assert [rows for _, rows in seen] == [1, 2, 3]
-    for shown, rows in seen:
-        assert torch.equal(shown[..., : rows * 5], tokens[..., : rows * 5])
-        assert window > 1 or (shown[..., rows * 5 :] == UNSET).all()
-        later = shown != tokens
-        assert (shown[later] == UNSET).all()
+def test_tokens_of_unfinished_requests_are_final_or_unset(window):
+    request = TokenRequest(text=TEXT[0], candidates=range(2), sampler=Sampler())
+    batch = Batch(decoder_of(prior(), window))
+    (generation,) = batch.add([request])
+    shown = [generation.tokens]
+    while not generation.finished:
+        batch.step()
+        shown.append(generation.tokens)
+        assert (shown[-1][:, : generation.position] != UNSET).all()
+    for tokens in shown:
+        assert (tokens[tokens != generation.tokens] == UNSET).all()
+    assert window > 1 or [int((tokens != UNSET).sum()) for tokens in shown] == list(range(2, 31, 2))
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}])
@@ -307,59 +300,72 @@ def _kept(p, options):
 def requests():
     """Arguments of groups with different captions, candidates, samplers, seeds and prompts."""
     known = torch.randint(0, 16, (2, 15), generator=torch.Generator().manual_seed(0))
-    primed, holes = known[:1].clone(), known.clone()
-    primed[0, 6:], holes[:, ::2] = UNSET, UNSET
+    primed, holes = known[0].clone(), known[0].clone()
+    primed[6:], holes[::2] = UNSET, UNSET
     return [
-        {"text": TEXT[:1], "candidates": range(3), "sampler": Sampler(), "seed": 1},
-        {"text": TEXT, "candidates": range(4, 6), "sampler": Sampler(temperature=0.7, top_k=5), "seed": 2},
-        {"text": TEXT[1:], "candidates": range(3), "sampler": Sampler(top_p=0.8, guidance=3), "seed": 3},
-        {"text": TEXT[:1], "candidates": range(2), "sampler": Sampler(), "seed": 4, "prompt_tokens": primed},
-        {"text": TEXT, "candidates": range(2), "sampler": Sampler(guidance=2), "seed": 5, "prompt_tokens": holes},
-        {"text": TEXT[:1], "candidates": range(3), "sampler": Sampler(temperature=0), "seed": 6},
+        TokenRequest(text=TEXT[0], candidates=range(3), sampler=Sampler(), seed=1),
+        TokenRequest(text=TEXT[1], candidates=range(4, 6), sampler=Sampler(temperature=0.7, top_k=5), seed=2),
+        TokenRequest(text=TEXT[1], candidates=range(3), sampler=Sampler(top_p=0.8, guidance=3), seed=3),
+        TokenRequest(text=TEXT[0], candidates=range(2), sampler=Sampler(), seed=4, prompt_tokens=primed),
+        TokenRequest(text=TEXT[0], candidates=range(2), sampler=Sampler(guidance=2), seed=5, prompt_tokens=holes),
+        TokenRequest(text=TEXT[0], candidates=range(5), sampler=Sampler(temperature=0), seed=6),
     ]
+
+
+def alone(decoder, request):
+    """What `generate` samples for one request."""
+    prompt = None if request.prompt_tokens is None else request.prompt_tokens[None]
+    settings = {"seed": request.seed, "prompt_tokens": prompt}
+    return generate(decoder, request.text[None], request.candidates, request.sampler, **settings)
 
 
 @given(
     joins=st.lists(st.integers(0, 20), min_size=6, max_size=6),
     leaves=st.lists(st.integers(1, 20), min_size=6, max_size=6),
     store=st.sampled_from([KVStore, Int8KVStore]), pattern=st.sampled_from(["paper", "dense"]), graphed=st.booleans(),
-    window=st.sampled_from([1, 2, 5, 30]),
+    window=st.sampled_from([1, 2, 5, 30]), expected=st.integers(1, 300),
 )  # fmt: skip
 @settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-def test_groups_that_join_and_leave_sample_what_they_sample_alone(joins, leaves, store, pattern, graphed, window):
-    """Groups join and leave between any two steps; some drop candidates."""
+def test_requests_that_join_and_leave_sample_what_they_sample_alone(
+    joins, leaves, store, pattern, graphed, window, expected
+):
+    """Requests join between any two steps, some together, and some leave."""
     model, all_requests = prior(pattern), requests()
     decoder = GraphedDecoder(model, lambda run: run, store=store) if graphed else TokenDecoder(model, store)
     decoder.max_window = window
-    scheduler = Scheduler(decoder)
-    groups, left, steps = {}, {}, 0
-    while len(groups) < len(all_requests) or scheduler.groups:
-        for i, request in enumerate(all_requests):
-            if joins[i] == steps:
-                groups[i] = scheduler.add(**request)
-            if groups.get(i) in scheduler.groups and i not in left and groups[i].position >= leaves[i]:
-                left[i] = groups[i].position
-                if i % 2:
-                    scheduler.remove(groups[i])
-                else:
-                    groups[i].select([1])
-        scheduler.step()
+    batch, generations, left, steps = Batch(decoder, expected), {}, {}, 0
+    while len(generations) < len(all_requests) or batch.generations:
+        joining = [i for i in range(len(all_requests)) if joins[i] == steps]
+        if joining:
+            added = batch.add([all_requests[i] for i in joining])
+            generations |= dict(zip(joining, added, strict=True))
+        for i in range(1, len(all_requests), 2):
+            if generations.get(i) in batch.generations and generations[i].position >= leaves[i]:
+                left[i] = generations[i].position
+                batch.remove(generations[i])
+        batch.step()
         steps += 1
     for i, request in enumerate(all_requests):
-        expected, tokens = generate(decoder_of(model, 1, store), **request).tokens, groups[i].tokens
-        if i % 2 == 0 and i in left:
-            expected = expected[:, 1:2]
-        end = left.get(i, 15) if i % 2 else 15
-        assert groups[i].position == end
-        assert torch.equal(tokens[..., :end], expected[..., :end])
+        end = left.get(i, 15)
+        assert generations[i].position == end
+        tokens = alone(decoder_of(model, 1, store), request).tokens[0]
+        assert torch.equal(generations[i].tokens[:, :end], tokens[:, :end])
+    assert batch.size == 0
 
 
-def test_groups_at_several_positions_share_one_pass_through_the_weights():
+def test_requests_at_several_positions_share_one_pass_through_the_weights():
     model, seen = prior(), []
-    scheduler = Scheduler(TokenDecoder(model))
+    batch = Batch(TokenDecoder(model))
     for _ in range(3):
-        scheduler.add(TEXT[:1], range(2), Sampler())
-        scheduler.step()
+        batch.add([TokenRequest(text=TEXT[0], candidates=range(2), sampler=Sampler())])
+        batch.step()
     model.head.image.register_forward_hook(lambda layer, inputs, output: seen.append(len(output)))
-    scheduler.step()
+    batch.step()
     assert seen == [6]
+
+
+def test_equal_captions_are_stored_once():
+    batch = Batch(TokenDecoder(prior()))
+    captions = [TEXT[0], TEXT[1], TEXT[0]]
+    batch.add([TokenRequest(text=text, candidates=range(2), sampler=Sampler(guidance=2)) for text in captions])
+    assert len(batch._cache.layers[0].prefix_keys) == 3 and batch.size == 12  # two captions and the empty one
