@@ -34,7 +34,7 @@ class Side:
     """Sampling with a largest window, and the passes it took."""
 
     def __init__(self, pipe: TextToImage, window: int) -> None:
-        self.pipe, self.decoder, self.passes = pipe, TokenDecoder(pipe.candidate_generator.decoder.model), 0
+        self.pipe, self.decoder, self.passes = pipe, TokenDecoder(pipe.engine.models.decoder.model), 0
         self.decoder.max_window = window
         self.decoder.model.head.image.register_forward_hook(self._count)
 

@@ -5,7 +5,7 @@
     drawings[0].save("circle.png")
 
 The prior samples `candidates` token grids, the dVAE decodes them, the contrastive model scores the pictures against
-the caption (`sampling/candidates.py`), and the pipeline returns the best `n` (`sampling/rerank.py`). Candidate i of a
+the caption (`sampling/engine.py`), and the pipeline returns the best `n` (`sampling/rerank.py`). Candidate i of a
 caption depends only on the caption, the seed and i. More candidates or other captions in the batch do not change it,
 apart from float rounding, which may flip a choice between two equally likely tokens.
 
@@ -31,16 +31,17 @@ from limner.models.image_tokenizer import ImageTokenizer
 from limner.models.transformer import Transformer
 from limner.priming import prompt
 from limner.progress import Advance
-from limner.sampling.candidates import (
-    CandidateGenerator,
+from limner.sampling.engine import (
     Candidates,
-    InferenceConfig,
+    Engine,
     OnPreview,
-    Prompts,
+    Preview,
+    Request,
     caption_seeds,
 )
 from limner.sampling.generate import UNSET
 from limner.sampling.generation_config import GenerationConfig, ModelDefaults, Sampler
+from limner.sampling.inference import InferenceConfig, InferenceModels
 from limner.text.bpe import Tokenizer
 from limner.version import __version__
 
@@ -72,7 +73,7 @@ class TextToImage:
         self.tokenizer, self.info, self.inference_config = tokenizer, dict(info or {}), inference_config
         self.defaults = ModelDefaults.from_info(self.info)
         bundles.check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
-        self._candidate_generator: CandidateGenerator | None = None
+        self._engine: Engine | None = None
 
     @property
     def name(self) -> str:
@@ -91,7 +92,7 @@ class TextToImage:
         """Move all three models to a device. Return the pipeline."""
         for model in (self.dvae, self.prior, self.contrastive):
             model.to(device)
-        self._candidate_generator = None
+        self._engine = None
         return self
 
     def __call__(
@@ -166,6 +167,8 @@ class TextToImage:
             options = replace(options, **settings)
         except ValueError as error:
             raise UserError(str(error)) from None
+        if not captions:
+            return []
         seeds = caption_seeds(options.seed if seed is None else seed, len(captions))
         result = self.candidates(
             captions, max(n, options.candidates or self.defaults.candidates or 64), seed=seeds, sampler=options,
@@ -191,27 +194,50 @@ class TextToImage:
         on_preview: OnPreview | None = None,
         preview_every: int = 2,
     ) -> Candidates:
-        """Draw `count` candidates of each caption; return them unranked, on the CPU. Raises `UserError`."""
+        """Draw `count` candidates of each of one or more captions; return them unranked, on the CPU.
+
+        Raises `UserError`.
+        """
         if count < 1:
             raise UserError(f"the number of candidates must be at least 1, not {count}")
         if preview_every < 1:
             raise UserError(f"preview_every, a number of rows of tokens, must be at least 1, not {preview_every}")
-        text, rerank_text = (self._encode(captions, x.config.text_len) for x in (self.prior, self.contrastive))
-        prompts = Prompts(
-            text=text, rerank_text=rerank_text, seeds=caption_seeds(seed, len(captions)), image=prompt_tokens
+        sampler = sampler.with_defaults(self.defaults.sampler)
+        prompts = [None] * len(captions) if prompt_tokens is None else prompt_tokens
+        jobs = []
+        for i, (caption, own_seed) in enumerate(zip(captions, caption_seeds(seed, len(captions)), strict=True)):
+
+            def preview(candidates: range, pictures: Tensor, i: int = i) -> None:
+                if on_preview:
+                    on_preview(Preview(i, candidates, pictures))
+
+            request = self.request(
+                caption, count, seed=own_seed, sampler=sampler, prompt_tokens=prompts[i],
+                on_preview=preview if on_preview else None, preview_every=preview_every,
+            )  # fmt: skip
+            jobs.append(self.engine.submit(request))
+        self.engine.run(jobs, progress)
+        pictures, scores, tokens = (
+            torch.stack([getattr(job, name) for job in jobs]) for name in ("pictures", "scores", "tokens")
         )
-        return self.candidate_generator(
-            prompts, count, sampler.with_defaults(self.defaults.sampler), progress, on_preview, preview_every
-        )
+        return Candidates(pictures, scores, tokens, sampler)
+
+    def request(self, caption: str, count: int, *, sampler: Sampler, **settings: Any) -> Request:
+        """Return a request of `count` candidates for the engine; `settings` are those of `Request`.
+
+        Raises `UserError` if the caption is empty or not valid Unicode.
+        """
+        text, rerank_text = (self._encode([caption], x.config.text_len)[0] for x in (self.prior, self.contrastive))
+        sampler = sampler.with_defaults(self.defaults.sampler)
+        return Request(text=text, rerank_text=rerank_text, candidates=count, sampler=sampler, **settings)
 
     @property
-    def candidate_generator(self) -> CandidateGenerator:
+    def engine(self) -> Engine:
         """The models in the number formats of inference, converted once for each device."""
-        if self._candidate_generator is None:
-            self._candidate_generator = CandidateGenerator(
-                self.dvae, self.prior, self.contrastive, self.defaults.prior_score_weight, self.inference_config
-            )
-        return self._candidate_generator
+        if self._engine is None:
+            models = self.dvae, self.prior, self.contrastive, self.defaults.prior_score_weight
+            self._engine = Engine(InferenceModels(*models, self.inference_config))
+        return self._engine
 
     def _encode(self, captions: Sequence[str], length: int) -> Tensor:
         for caption in captions:

@@ -19,10 +19,10 @@ from limner.drawing import SOURCE_TYPE, Drawings
 from limner.errors import UserError
 from limner.numerics.precision import Auto, Bf16
 from limner.pipeline import TextToImage, load
-from limner.sampling import candidates
-from limner.sampling.candidates import InferenceConfig
+from limner.sampling import inference
 from limner.sampling.decoder import TokenDecoder
 from limner.sampling.generation_config import GenerationConfig, Sampler
+from limner.sampling.inference import InferenceConfig
 from tiny import WORDS, tiny_pipe
 
 CAPTION = WORDS[0]
@@ -178,7 +178,7 @@ def test_drawing_leaves_the_callers_random_numbers_alone(pipe, saved):
 
 def test_batches_do_not_change_what_is_drawn(pipe, monkeypatch):
     whole = pipe.candidates(WORDS, 6, seed=[1, 2])
-    monkeypatch.setattr(candidates, "MAX_CPU_BATCH", 4)
+    monkeypatch.setattr(inference, "MAX_CPU_BATCH", 4)
     parts = pipe.candidates(WORDS, 6, seed=[1, 2])
     assert torch.equal(whole.tokens, parts.tokens)
     assert torch.equal(whole.pictures, parts.pictures)
@@ -188,23 +188,23 @@ def test_batches_do_not_change_what_is_drawn(pipe, monkeypatch):
 
 
 def test_batch_size_follows_from_the_bytes_of_the_caches(pipe, monkeypatch):
-    monkeypatch.setattr(candidates, "MAX_CPU_BATCH", 1_000_000)
+    monkeypatch.setattr(inference, "MAX_CPU_BATCH", 1_000_000)
     each = TokenDecoder(pipe.prior).prefill(torch.zeros(1, pipe.prior.config.text_len, dtype=torch.long))[0]
     dtype = Auto().dtype(pipe.device)
     each = each.bytes_per_candidate * dtype.itemsize // 4
-    assert pipe.candidate_generator.max_batch() == candidates.MAX_CACHE_BYTES // each
+    assert pipe.engine.models.max_rows() == inference.MAX_CACHE_BYTES // each
     config = InferenceConfig(int8_cache=True)
     small = TextToImage(pipe.dvae, pipe.prior, pipe.contrastive, pipe.tokenizer, inference_config=config)
-    assert small.candidate_generator.max_batch() > 1.3 * candidates.MAX_CACHE_BYTES // each
-    monkeypatch.setattr(candidates, "MAX_CACHE_BYTES", 1)
-    assert pipe.candidate_generator.max_batch() == 1
+    assert small.engine.models.max_rows() > 1.3 * inference.MAX_CACHE_BYTES // each
+    monkeypatch.setattr(inference, "MAX_CACHE_BYTES", 1)
+    assert pipe.engine.models.max_rows() == 1
 
 
 def test_pictures_are_the_same_however_many_are_decoded_at_once(pipe, monkeypatch):
     tokens = torch.randint(0, pipe.dvae.config.vocab, (2, 5, 36))
-    whole = pipe.candidate_generator.decode(tokens, 6)
-    monkeypatch.setattr(candidates, "MAX_DECODER_BYTES", 1)
-    assert torch.equal(pipe.candidate_generator.decode(tokens, 6), whole)
+    whole = pipe.engine.models.decode(tokens, 6)
+    monkeypatch.setattr(inference, "MAX_DECODER_BYTES", 1)
+    assert torch.equal(pipe.engine.models.decode(tokens, 6), whole)
 
 
 def test_captions_of_one_seed_share_a_batch_and_agree_with_drawing_alone(pipe):
@@ -214,25 +214,25 @@ def test_captions_of_one_seed_share_a_batch_and_agree_with_drawing_alone(pipe):
 
 
 def test_progress_reaches_the_end_exactly_once(pipe, monkeypatch):
-    monkeypatch.setattr(candidates, "MAX_CPU_BATCH", 4)
+    monkeypatch.setattr(inference, "MAX_CPU_BATCH", 4)
     seen = []
     pipe(CAPTION, candidates=6, progress=seen.append)
     assert sum(seen) == 6 and min(seen) > 0 and len(seen) > 2  # as they are drawn, not batch after batch
 
 
 def test_partial_pictures_come_every_few_rows_and_end_in_the_drawing(pipe, monkeypatch):
-    monkeypatch.setattr(candidates, "MAX_CPU_BATCH", 4)
+    monkeypatch.setattr(inference, "MAX_CPU_BATCH", 4)
     parts = []
     made = pipe.candidates(WORDS, 6, seed=[1, 2], on_preview=parts.append, preview_every=4)
     (h, _), side = pipe.dvae.config.grid, pipe.dvae.config.size
-    assert [(p.captions, p.candidates) for p in parts if p.pictures.shape[3] == side * 4 // h] == [
-        ([0], range(4)), ([0], range(4, 6)), ([1], range(4)), ([1], range(4, 6)),
+    assert [(p.caption, p.candidates) for p in parts if p.pictures.shape[2] == side * 4 // h] == [
+        (0, range(4)), (0, range(4, 6)), (1, range(4)), (1, range(4, 6)),
     ]  # fmt: skip
-    assert {p.pictures.shape[3] * h // side for p in parts} == set(range(4, h + 1, 4))
+    assert {p.pictures.shape[2] * h // side for p in parts} == set(range(4, h + 1, 4))
     assert torch.equal(made.pictures, pipe.candidates(WORDS, 6, seed=[1, 2]).pictures)
     whole = []
     made = pipe.candidates(WORDS[:1], 2, on_preview=whole.append, preview_every=h)
-    assert torch.equal(whole[0].pictures, made.pictures)
+    assert torch.equal(whole[0].pictures, made.pictures[0])
     with pytest.raises(UserError, match="preview_every, a number of rows"):
         pipe(CAPTION, candidates=1, on_preview=parts.append, preview_every=0)
 

@@ -26,11 +26,11 @@ from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
-from limner.pretrained import list_pretrained
 from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.elbo import RelaxedELB
 from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.objectives.reconstruction_loss import ReconstructionLoss
+from limner.pretrained import list_pretrained
 from limner.training.config import TrainConfig
 from limner.training.train_state import TrainState
 

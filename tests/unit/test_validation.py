@@ -81,8 +81,9 @@ def test_ends_none_and_whole_numbers_for_floats_are_in_range():
 MADE = tuple(
     f"limner.{name}"
     for name in (
-        "bundles", "drawing", "sampling.candidates", "data.", "distributed.gradient_reducers.", "evaluation.",
-        "attention.", "metrics.", "experiments.", "planner.", "runs.run_data", "training.", "tasks.",
+        "bundles", "drawing", "sampling.engine", "data.", "distributed.gradient_reducers.", "evaluation.",
+        "sampling.inference", "sampling.generation.", "attention.", "metrics.", "experiments.", "planner.",
+        "runs.run_data", "training.", "tasks.",
     )
 )  # fmt: skip
 SET = (

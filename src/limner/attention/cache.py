@@ -91,8 +91,8 @@ class LayerKVCache:
         return replace(self, **prefix, keys=self.keys.bind(buffers), values=self.values.bind(buffers))
 
     def append(
-        self, position: Position, places: Places | None, q: Float[Tensor, "M H W C"], k: Float[Tensor, "M H W C"],
-        v: Float[Tensor, "M H W C"],
+        self, position: Position, q: Float[Tensor, "M H W C"], k: Float[Tensor, "M H W C"],
+        v: Float[Tensor, "M H W C"], places: Places | None = None,
     ) -> Float[Tensor, "M H W C"]:  # fmt: skip
         """Store the keys and values of W image positions from `position`, and return the attention output at them.
 
@@ -215,8 +215,8 @@ class KVCache:
     captions: Sequence[int] | None = None  # of each row; None if captions have equal numbers of rows, in order
 
     def __post_init__(self) -> None:
-        places = self.captions and Places.of(self.captions, self.layers[0].prefix_keys.device)
-        self.places = places or None
+        device = self.layers[0].prefix_keys.device
+        self.places = Places.of(self.captions, device) if self.captions else None
 
     @property
     def rows(self) -> int:
@@ -267,7 +267,7 @@ class KVCache:
 
     def attention_fns(self) -> list[AttentionFn]:
         """Return each layer's attention at the next positions."""
-        return [partial(layer.append, self.length, self.places) for layer in self.layers]
+        return [partial(layer.append, self.length, places=self.places) for layer in self.layers]
 
     def advance(self, positions: int) -> None:
         """Count more positions as read."""

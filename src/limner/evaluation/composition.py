@@ -35,7 +35,7 @@ from limner.evaluation.generate_batches import Predicate, attribute_key, generat
 from limner.json_files import read_json, write_json
 from limner.pipeline import TextToImage
 from limner.progress import Advance
-from limner.sampling.candidates import Candidates
+from limner.sampling.engine import Candidates
 from limner.sampling.generation_config import CANDIDATES, Sampler
 from limner.tasks import captions, scenes
 from limner.tasks.rendering import render_pair

@@ -12,7 +12,7 @@ from torch import Tensor
 from limner.evaluation.confidence import drawing_seed
 from limner.pipeline import TextToImage
 from limner.progress import Advance
-from limner.sampling.candidates import Candidates
+from limner.sampling.engine import Candidates
 from limner.sampling.generation_config import Sampler
 from limner.tasks import scenes
 from limner.tasks.scenes import Scene

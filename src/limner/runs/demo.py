@@ -43,7 +43,7 @@ from limner.recipes.recipe import STAGE_TITLES, PretrainedDVAE, Recipe, resolve
 from limner.runs.parallel_stage import trains_in_parallel
 from limner.runs.time_estimate import stage_step_seconds
 from limner.runs.train import train_all
-from limner.sampling.candidates import Candidates
+from limner.sampling.engine import Candidates
 from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from limner.tasks.scenes import Scene
 from limner.training.metrics_log import read_metrics

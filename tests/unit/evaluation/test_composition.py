@@ -19,7 +19,7 @@ from limner.evaluation.composition import (
 )
 from limner.evaluation.confidence import TEST_SEEDS_FROM, drawing_seed
 from limner.evaluation.generate_batches import attribute_key, verdicts
-from limner.sampling.candidates import Candidates
+from limner.sampling.engine import Candidates
 from limner.tasks import captions, rendering, scenes
 from limner.tasks.verify import satisfies
 

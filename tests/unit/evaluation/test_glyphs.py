@@ -15,7 +15,7 @@ from limner.evaluation.icon_pictures import Icons
 from limner.evaluation.icons import IconSettings
 from limner.evaluation.nearest_neighbor import ReferenceSet
 from limner.evaluation.result import save
-from limner.sampling.candidates import Candidates
+from limner.sampling.engine import Candidates
 from limner.sampling.generation_config import Sampler
 from tiny import tiny_pipe
 

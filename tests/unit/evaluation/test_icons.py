@@ -27,7 +27,7 @@ from limner.evaluation.icon_pictures import (
 from limner.evaluation.icons import IconSettings, accuracy, enlarge_middle, evaluate, evaluate_pairs
 from limner.evaluation.nearest_neighbor import ReferenceSet
 from limner.evaluation.result import save
-from limner.sampling.candidates import Candidates
+from limner.sampling.engine import Candidates
 from limner.sampling.generation_config import Sampler
 from tiny import tiny_pipe
 from toy_icons import HELD_OUT, STYLES, SUBJECTS, UNSEEN, pair, picture, write_toy_icons

@@ -15,8 +15,8 @@ from limner.numerics.precision import Fp32
 from limner.sampling.cuda_graph import GraphedDecoder
 from limner.sampling.decoder import TokenDecoder
 from limner.sampling.generate import UNSET, candidate_noise, reference_tokens, sample_token
-from limner.sampling.generation_config import Sampler
 from limner.sampling.generation import TokenRequest
+from limner.sampling.generation_config import Sampler
 from limner.sampling.parallel import Batch, generate
 from limner.text import PAD
 
@@ -368,4 +368,5 @@ def test_equal_captions_are_stored_once():
     batch = Batch(TokenDecoder(prior()))
     captions = [TEXT[0], TEXT[1], TEXT[0]]
     batch.add([TokenRequest(text=text, candidates=range(2), sampler=Sampler(guidance=2)) for text in captions])
-    assert len(batch._cache.layers[0].prefix_keys) == 3 and batch.size == 12  # two captions and the empty one
+    assert batch._cache and len(batch._cache.layers[0].prefix_keys) == 3  # two captions and the empty one
+    assert batch.size == 12

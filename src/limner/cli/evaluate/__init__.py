@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from limner.evaluation.icon_classifier import IconClassifier, LabeledIcons
     from limner.evaluation.icon_pictures import Icons
     from limner.pipeline import TextToImage
-    from limner.sampling.candidates import Candidates
+    from limner.sampling.engine import Candidates
 
 _MOSAIC_CAPTIONS, _MOSAIC_DRAWINGS = 8, 48
 _Part = tuple[str, int, Callable[..., Any]]  # name of a part of icon data, its number of captions, and its evaluation
