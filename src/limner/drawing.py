@@ -6,12 +6,13 @@ type "trained algorithmic media".
 
 from __future__ import annotations
 
+import io
 import math
 from collections import UserList
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from xml.sax.saxutils import escape
 
 import numpy as np
@@ -59,6 +60,15 @@ class Drawing:
         """
         scale = enlargement(max(self.image.size), scale)
         return _encode_png(_enlarged(self.image, scale), self.caption, self.model, self._metadata())
+
+    def file(self, kind: Literal["png", "jpeg", "webp"], scale: int | None = None, quality: int = 95) -> bytes:
+        """Return a file as `png` does; JPEG and WebP, of a quality from 0 to 100, have the XMP packet alone."""
+        if kind == "png":
+            return self.png(scale)
+        buffer, image = io.BytesIO(), _enlarged(self.image, enlargement(max(self.image.size), scale))
+        xmp = xmp_packet(escape_control(self.caption), self.model).encode()
+        image.save(buffer, kind.upper(), quality=quality, xmp=xmp)
+        return buffer.getvalue()
 
     def svg(self) -> str:
         """Return an SVG document traced from a gray picture, with the PNG's metadata.

@@ -220,9 +220,10 @@ class Engine:
 
     def _preview(self, part: _Part) -> None:
         request, (_, width) = part.job.request, self.models.dvae.config.grid
-        every = request.preview_every
-        rows = part.position // width // every * every
-        if request.on_preview and part.generation and rows > part.previewed:
+        if not (request.on_preview and part.generation):
+            return
+        rows = part.position // width // request.preview_every * request.preview_every
+        if rows > part.previewed:
             part.previewed = rows
             pictures = self.models.decode(part.generation.tokens[None, :, : rows * width], rows)[0]
             request.on_preview(part.tokens.candidates, pictures)

@@ -1,0 +1,91 @@
+"""`limner serve`: draw for other programs, and on a page in the browser."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
+
+from limner import pretrained
+from limner.cli.arguments import parse
+from limner.errors import UserError
+from limner.validation import Range, Validated
+
+_DRAIN_SECONDS = 30  # that running requests have after SIGTERM or Ctrl-C
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(Validated):
+    """Serve models by HTTP: OpenAI's Images API at /v1, and a page to draw on at /.
+
+    By default only this machine can reach the server. Other addresses need --keys.
+    """
+
+    model: Annotated[tuple[str, ...], arg(metavar="NAME|FOLDER ...")] = (pretrained.DEFAULT,)
+    """Bundled models or folders that `limner train` wrote; requests choose by name, the first is the default."""
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    port: Annotated[int, Range(0, 65_535)] = 8000
+    """The port to listen on; 0 takes a free one."""
+    keys: Annotated[Path | None, arg(metavar="FILE")] = None
+    """A file with a line for each API key, from --new-key."""
+    new_key: Annotated[str | None, arg(metavar="NAME")] = None
+    """Print a new API key and the line of --keys for it, and exit."""
+    max_requests: Annotated[int, Range(1, 2**16)] = 64
+    """Requests of a model that may wait and run at the same time; more get status 429."""
+    timeout: Annotated[float, Range(1, 86_400)] = 600
+    """Seconds after which a request ends with status 504."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serve models until the process is interrupted."""
+    options = parse(Serve, argv, "limner serve")
+    try:
+        import uvicorn
+
+        from limner.serve.security import hash_key, new_key, read_keys
+    except ModuleNotFoundError as error:
+        raise UserError(f"limner serve needs {error.name}: run pip install 'limner[serve]'") from None
+    if options.new_key is not None:
+        key = new_key()
+        print(f"{key}\n{options.new_key} {hash_key(key)}")
+        return
+    keys = None if options.keys is None else read_keys(options.keys)
+    if keys is None and not _is_loopback(options.host):
+        raise UserError(
+            f"--host {options.host} is open to other machines and needs --keys FILE, made with --new-key NAME"
+        )
+    from limner.pipeline import load
+    from limner.serve.app import create_app
+
+    pipes = {Path(name).name or name: load(name) for name in options.model}
+    app = create_app(pipes, keys=keys, max_requests=options.max_requests, timeout=options.timeout)
+    config = uvicorn.Config(
+        app, options.host, options.port, log_config=_LOG, access_log=False, server_header=False,
+        timeout_graceful_shutdown=_DRAIN_SECONDS,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    server.run()
+    if not server.started:
+        sys.exit(2)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+_LOG = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "plain"}},
+    "loggers": {name: {"handlers": ["stderr"], "level": "INFO"} for name in ("uvicorn", "limner.serve")},
+}

@@ -1,0 +1,1 @@
+"""HTTP server: OpenAI's Images API, metrics, and a page to draw on."""

@@ -1,0 +1,254 @@
+"""The HTTP application: OpenAI's Images API, models, health, metrics, and the page.
+
+    app = create_app({"scenes": limner.load("scenes")})
+
+A policy may refuse prompts: `create_app(pipes, policy=lambda prompt: "reason" if bad(prompt) else None)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request as HttpRequest
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from PIL import Image
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+
+from limner.data.image_decode import decode_image
+from limner.data.sample import Rejected
+from limner.errors import UserError, did_you_mean
+from limner.pipeline import TextToImage
+from limner.serve.answers import NoModel, add_error_handlers, described, error_body, error_response
+from limner.serve.protocol import ErrorBody, Generate, Images, Model, Models
+from limner.serve.security import Guard
+from limner.serve.service import Service
+from limner.version import __version__
+
+__all__ = ["create_app"]
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"model": ErrorBody} for code in (400, 401, 403, 404, 405, 413, 429, 500, 504)
+}
+_KEEPALIVE_SECONDS = 15
+_STATIC = Path(__file__).parent / "page"
+_NOT_MULTIPART = "send multipart/form-data with `image` and `prompt`"
+Policy = Callable[[str], str | None]
+
+
+def create_app(
+    pipes: Mapping[str, TextToImage],
+    *,
+    keys: dict[str, str] | None = None,
+    policy: Policy = lambda prompt: None,
+    max_requests: int = 64,
+    timeout: float = 600,
+) -> FastAPI:
+    """Return the application.
+
+    Args:
+        pipes: models by the name that requests give; the first one is the default.
+        keys: names of clients by the SHA-256 of their keys; None serves this machine without keys.
+        policy: returns why a prompt is refused, or None.
+        max_requests: of a model, waiting and running; more get an answer with status 429.
+        timeout: seconds after which a request ends with status 504.
+    """
+    services = {name: Service(name, pipe, max_requests) for name, pipe in pipes.items()}
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        for service in services.values():
+            service.worker.close()
+
+    app = FastAPI(
+        title="limner", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=_ERRORS,
+        description="OpenAI's Images API for models of limner.",
+    )  # fmt: skip
+    app.add_middleware(Guard, keys=keys)
+    add_error_handlers(app)
+    Routes(app, services, policy, timeout)
+    return app
+
+
+class Routes:
+    """The endpoints."""
+
+    def __init__(self, app: FastAPI, services: Mapping[str, Service], policy: Policy, timeout: float) -> None:
+        self.services, self.policy, self.timeout = services, policy, timeout
+        self.metrics = CollectorRegistry()
+        self._requests = Counter("limner_requests", "Drawing requests", ["model", "status"], registry=self.metrics)
+        self._pictures = Counter("limner_pictures", "Pictures sent", ["model"], registry=self.metrics)
+        self._seconds = Histogram("limner_request_seconds", "Time of a request", ["model"], registry=self.metrics)
+        waiting = Gauge("limner_open_requests", "Requests that wait or run", ["model"], registry=self.metrics)
+        for name, service in services.items():
+            waiting.labels(name).set_function(lambda worker=service.worker: len(worker.open))
+        stream = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+        ok: dict[int | str, dict[str, Any]] = {200: {"model": Images, **stream}}
+        edit_body = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _edit_schema()}}}}
+        app.post("/v1/images/generations", responses=ok)(self.generations)
+        app.post("/v1/images/edits", responses=ok, openapi_extra=edit_body)(self.edits)
+        app.get("/v1/models", response_model=Models)(self.models)
+        app.get("/v1/models/{model}", response_model=Model)(self.model)
+        app.get("/health")(self.health)
+        app.get("/ready")(self.health)
+        app.get("/metrics", response_class=Response)(self.prometheus)
+        for path, file in {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}.items():
+            app.get(path, include_in_schema=False)(lambda file=file: FileResponse(_STATIC / file))
+
+    async def generations(self, body: Generate, http: HttpRequest) -> Response:
+        """Draw a caption."""
+        return await self._draw(body, http, "image_generation", None)
+
+    async def edits(self, http: HttpRequest) -> Response:
+        """Redraw a part of a picture: the transparent or light part of `mask`, or all below `keep_rows`."""
+        try:
+            async with http.form(max_files=3, max_fields=50) as form:
+                files = {key: value for key, value in form.multi_items() if isinstance(value, UploadFile)}
+                values = {key: value for key, value in form.multi_items() if isinstance(value, str)}
+                image = files.get("image") or files.get("image[]")
+                if image is None:
+                    raise UserError(_NOT_MULTIPART)
+                picture, mask = await image.read(), await files["mask"].read() if "mask" in files else None
+        except (HTTPException, AssertionError):
+            raise UserError(_NOT_MULTIPART) from None
+        keep_rows = values.pop("keep_rows", None)
+        body = Generate.model_validate(values)
+        if keep_rows is not None and not keep_rows.isdecimal():
+            raise UserError(f"keep_rows is a number of rows of tokens, not {keep_rows[:40]!r}")
+        rows = None if keep_rows is None else int(keep_rows[:9])
+        return await self._draw(body, http, "image_edit", (picture, mask, rows))
+
+    async def _draw(
+        self, body: Generate, http: HttpRequest, prefix: str, edit: tuple[bytes, bytes | None, int | None] | None
+    ) -> Response:
+        service = self._service(body.model)
+        if reason := self.policy(body.prompt):
+            return error_response(400, reason, param="prompt", code="content_policy_violation")
+        tokens = await asyncio.to_thread(_prime, service.pipe, *edit) if edit else None
+        request = service.request(body, http.state.client, tokens)
+        if body.stream:
+            events = self._stream(service, service.events(body, request, prefix))
+            return StreamingResponse(events, media_type="text/event-stream")
+        with self._seconds.labels(service.name).time():
+            images = await _until_disconnect(http, service.images(body, request), self.timeout)
+        self._requests.labels(service.name, "ok" if images else "cancelled").inc()
+        if images is None:
+            return Response(status_code=499)
+        self._pictures.labels(service.name).inc(len(images.data))
+        return JSONResponse(images.model_dump())
+
+    async def _stream(self, service: Service, events: AsyncIterator[Any]) -> AsyncIterator[str]:
+        """Yield server-sent events. An error in the middle is an event, since the status is sent already."""
+        iterator, status = aiter(events), "cancelled"
+        yield f": {len(service.worker.open)} before this one, about {service.worker.expected_seconds():.0f} s\n\n"
+        try:
+            pending = asyncio.ensure_future(anext(iterator))
+            end = asyncio.get_running_loop().time() + self.timeout
+            while True:
+                if not (await asyncio.wait([pending], timeout=_KEEPALIVE_SECONDS))[0]:
+                    if asyncio.get_running_loop().time() > end:
+                        raise TimeoutError
+                    yield ": waiting\n\n"
+                    continue
+                event = pending.result()
+                if event.type.endswith(".completed"):
+                    self._pictures.labels(service.name).inc()
+                yield f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
+                pending = asyncio.ensure_future(anext(iterator))
+        except StopAsyncIteration:
+            status = "ok"
+            yield "data: [DONE]\n\n"
+        except Exception as error:
+            status = "error"
+            yield f"event: error\ndata: {error_body(*described(error)[1:]).model_dump_json()}\n\n"
+        finally:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+            await iterator.aclose()  # type: ignore[attr-defined]  # an asynchronous generator
+            self._requests.labels(service.name, status).inc()
+
+    def _service(self, name: str | None) -> Service:
+        if name is None:
+            return next(iter(self.services.values()))
+        if name not in self.services:
+            raise NoModel(f"the model {name[:80]!r} does not exist: {did_you_mean(name[:80], list(self.services))}")
+        return self.services[name]
+
+    async def models(self) -> Models:
+        """List the models."""
+        return Models(data=[_model(service) for service in self.services.values()])
+
+    async def model(self, model: str) -> Model:
+        """Describe a model."""
+        return _model(self._service(model))
+
+    async def health(self) -> dict[str, str]:
+        """Answer while the server runs."""
+        return {"status": "ok"}
+
+    async def prometheus(self) -> Response:
+        """Counters for Prometheus."""
+        return Response(generate_latest(self.metrics), media_type=CONTENT_TYPE_LATEST)
+
+
+def _model(service: Service) -> Model:
+    about = str(service.pipe.info.get("about") or "")
+    return Model(id=service.name, created=service.created, about=about, size=service.pipe.size)
+
+
+def _prime(pipe: TextToImage, picture: bytes, mask: bytes | None, keep_rows: int | None) -> Any:
+    """Return the prompt tokens [S] of an edit. Without a mask and rows, the upper half stays."""
+    if mask is None and keep_rows is None:
+        keep_rows = pipe.prior.config.grid[0] // 2
+    images = []
+    for name, data in (("image", picture), ("mask", mask)):
+        try:
+            images.append(None if data is None else Image.fromarray(decode_image(data)))
+        except Rejected as rejected:
+            raise UserError(f"{name} is not a usable picture: {rejected.reason}") from None
+    if mask is not None and (alpha := _alpha(mask)):
+        images[1] = alpha.point(lambda value: 255 if value == 0 else 0)
+    return pipe.prime(images[0], keep_rows, images[1])[0].cpu()
+
+
+def _alpha(data: bytes) -> Image.Image | None:
+    """Return the transparency of a picture that `decode_image` accepted; None if all of it is opaque."""
+    image = Image.open(io.BytesIO(data))
+    alpha = image.convert("RGBA").getchannel("A") if image.mode in ("RGBA", "LA", "PA", "P") else None
+    return alpha if alpha and alpha.getextrema()[0] == 0 else None
+
+
+async def _until_disconnect(http: HttpRequest, drawing: Coroutine[Any, Any, Images], timeout: float) -> Images | None:
+    """Return what a coroutine returns, or None if the client leaves before; then the coroutine is cancelled."""
+
+    async def disconnected() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(drawing), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait([task, watcher], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and not watcher.done():
+            raise TimeoutError
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+def _edit_schema() -> dict[str, Any]:
+    binary = {"type": "string", "format": "binary"}
+    properties = {**Generate.model_json_schema()["properties"], "image": binary, "mask": binary}
+    return {
+        "type": "object",
+        "required": ["image", "prompt"],
+        "properties": {**properties, "keep_rows": {"type": "integer", "minimum": 1}},
+    }

@@ -1,0 +1,165 @@
+"""OpenAI's Images API as pydantic models: what its Python SDK sends and reads, and limner's own fields.
+
+A field that a small model cannot serve (quality, style, background, ...) is accepted, and named in `warnings`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+__all__ = [
+    "ApiError", "Completed", "ErrorBody", "Generate", "Images", "Model", "Models", "PartialImage", "Picture", "Usage",
+]  # fmt: skip
+
+MAX_PROMPT = 32_000  # characters, as OpenAI's
+MAX_CANDIDATES = 256  # of a request
+MAX_SIDE = 4_096  # of a file, in pixels
+Format = Literal["png", "jpeg", "webp"]
+
+
+class Generate(BaseModel):
+    """What a client asks for. Fields that are not listed are ignored and named in the answer's `warnings`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT)]
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=10)] = 1
+    size: Annotated[str, Field(description='side of the file, "384x384", or "auto"')] = "auto"
+    output_format: Format = "png"
+    output_compression: Annotated[int, Field(ge=0, le=100)] = 100
+    response_format: Literal["b64_json"] = "b64_json"
+    stream: bool = False
+    partial_images: Annotated[int, Field(ge=0, le=3)] = 0
+    seed: Annotated[int | None, Field(ge=0, le=2**63 - 1, description="random by default")] = None
+    candidates: Annotated[int | None, Field(ge=1, le=MAX_CANDIDATES)] = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    guidance: float | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _not_blank(cls, prompt: str) -> str:
+        if not prompt.strip():
+            raise ValueError("the prompt is empty: describe the picture")
+        return prompt
+
+    @field_validator("size")
+    @classmethod
+    def _size(cls, size: str) -> str:
+        if size != "auto" and not re.fullmatch(r"[1-9]\d{0,4}x[1-9]\d{0,4}", size):
+            raise ValueError(f'size is "auto" or like "384x384", not {size[:40]!r}')
+        return size
+
+    def scale(self, side: int) -> int | None:
+        """Return the factor that enlarges a picture of `side` pixels to the asked size or the next smaller one."""
+        if self.size == "auto":
+            return None
+        return max(1, min(*map(int, self.size.split("x")), MAX_SIDE) // side)
+
+
+class TextTokens(BaseModel):
+    """Tokens of a caption, and of a picture that it comes with."""
+
+    text_tokens: int
+    image_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens read and sampled. Output tokens count all candidates."""
+
+    input_tokens: int
+    input_tokens_details: TextTokens
+    output_tokens: int
+    total_tokens: int
+
+
+class Picture(BaseModel):
+    """A finished picture. `candidate` is its number, from 1, and `score` that of the reranker."""
+
+    b64_json: str
+    seed: int
+    candidate: int
+    score: float
+
+
+class Images(BaseModel):
+    """The answer to a request that does not stream."""
+
+    created: int
+    data: list[Picture]
+    background: Literal["opaque"] = "opaque"
+    output_format: Format
+    quality: Literal["auto"] = "auto"
+    size: str
+    usage: Usage
+    warnings: list[str] = []
+
+
+class PartialImage(BaseModel):
+    """An event: the top rows of a candidate. The picture that is kept in the end may be another candidate."""
+
+    type: str
+    b64_json: str
+    background: Literal["opaque"] = "opaque"
+    created_at: int
+    output_format: Format
+    partial_image_index: int
+    image_index: int
+    quality: Literal["auto"] = "auto"
+    size: str
+
+
+class Completed(BaseModel):
+    """An event: a finished picture."""
+
+    type: str
+    b64_json: str
+    background: Literal["opaque"] = "opaque"
+    created_at: int
+    output_format: Format
+    image_index: int
+    quality: Literal["auto"] = "auto"
+    size: str
+    seed: int
+    candidate: int
+    score: float
+    usage: Usage
+    warnings: list[str] = []
+
+
+class Model(BaseModel):
+    """A model that the server draws with."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "limner"
+    about: str = ""
+    size: int
+
+
+class Models(BaseModel):
+    """All models."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class ApiError(BaseModel):
+    """What went wrong, in one sentence, and the parameter that caused it."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: ApiError
