@@ -1,4 +1,4 @@
-"""Chromium without a network, driven by the DevTools protocol over pipes, which needs no package."""
+"""Chromium without a network but this machine, driven by the DevTools protocol over pipes, which needs no package."""
 
 import json
 import os
@@ -69,8 +69,8 @@ class Page:
 
 
 @contextmanager
-def open_page(path: Path, profile: Path) -> Iterator[Page]:
-    """Open a file in a browser, whose user data is in `profile`, until the block ends."""
+def open_page(address: Path | str, profile: Path) -> Iterator[Page]:
+    """Open a file or an address of this machine in a browser, whose user data is in `profile`, until the block ends."""
     assert CHROMIUM
     ours_in, theirs_out = os.pipe()
     theirs_in, ours_out = os.pipe()
@@ -82,8 +82,9 @@ def open_page(path: Path, profile: Path) -> Iterator[Page]:
         os.close(theirs_out)
         try:
             page = Page(ours_out, ours_in)
-            page("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
-            page("Page.navigate", url=path.as_uri())
+            speed = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+            page("Network.emulateNetworkConditions", offline=isinstance(address, Path), **speed)
+            page("Page.navigate", url=address.as_uri() if isinstance(address, Path) else address)
             page.wait("document.readyState === 'complete'")
             yield page
         finally:

@@ -1,18 +1,15 @@
 """The server as its clients see it: OpenAI's SDK, plain HTTP, signals, and hostile requests."""
 
 import base64
-import http.client
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,55 +23,10 @@ openai = pytest.importorskip("openai")
 import limner  # noqa: E402
 from limner.serve.protocol import Generate  # noqa: E402
 from limner.serve.security import MAX_BODY, hash_key  # noqa: E402
+from servers import Server, serve  # noqa: E402
 from tiny import tiny_pipe  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-
-
-class Server:
-    """A process of `limner serve`."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        command = [sys.executable, "-m", "limner", "serve", "--model", str(folder), "--port", "0", *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-        self.log: list[str] = []
-        for line in self.process.stderr:
-            self.log.append(line)
-            if "running on http" in line:
-                self.port = int(line.split("http://127.0.0.1:")[1].split()[0])
-                break
-        threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True).start()
-
-    def client(self, **options):
-        return openai.OpenAI(
-            **{"base_url": f"http://127.0.0.1:{self.port}/v1", "api_key": "none", "max_retries": 0, **options}
-        )
-
-    def send(self, method: str, path: str, body: bytes | str | None = None, **headers: str):
-        """Return status, headers and body of an answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        given = {name.replace("_", "-"): value for name, value in headers.items()}
-        try:
-            connection.request(method, path, body, {"content-type": "application/json", **given})
-            answer = connection.getresponse()
-            return answer.status, dict(answer.getheaders()), answer.read()
-        finally:
-            connection.close()
-
-    def open_requests(self) -> int:
-        lines = self.send("GET", "/metrics")[2].decode().splitlines()
-        return int(float(next(line for line in lines if line.startswith("limner_open_requests")).split()[1]))
-
-
-@contextmanager
-def serve(folder: Path, *options: str) -> Iterator[Server]:
-    server = Server(folder, *options)
-    try:
-        yield server
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +169,7 @@ def test_a_client_that_leaves_gives_its_place_to_others(folder):
 def test_other_sites_and_other_names_are_refused(server):
     body = json.dumps({"prompt": "a"})
     for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}, {"origin": "null"}):
-        status, answer_headers, answer = server.send("POST", "/v1/images/generations", body, **headers)
+        status, _, answer = server.send("POST", "/v1/images/generations", body, **headers)
         assert status == 403 and json.loads(answer)["error"]["code"].startswith("forbidden")
     own = f"http://127.0.0.1:{server.port}"
     status, headers, _ = server.send("GET", "/", origin=own)
@@ -249,9 +201,9 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 def test_wrong_options_of_the_command_are_one_sentence(tmp_path):
     (tmp_path / "keys").write_text("Anna 12\n")
     for options, message in (
-        (["--host", "0.0.0.0"], "give --keys"),
+        (["--host", "0.0.0.0"], "needs --keys FILE"),
         (["--keys", str(tmp_path / "keys")], "line 1 is not `NAME SHA-256`"),
-        (["--keys", str(tmp_path / "none")], "does not exist"),
+        (["--keys", str(tmp_path / "none")], "No such file"),
     ):
         done = run(*options)
         assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1

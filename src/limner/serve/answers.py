@@ -22,6 +22,7 @@ class NoModel(Exception):
 
 
 def add_error_handlers(app: FastAPI) -> None:
+    """Answer every exception with `ErrorBody`."""
     for kind in (
         RequestValidationError,
         ValidationError,

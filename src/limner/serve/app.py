@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request as HttpRequest
-from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from PIL import Image
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
+from limner import export
 from limner.data.image_decode import decode_image
 from limner.data.sample import Rejected
 from limner.errors import UserError, did_you_mean
@@ -37,7 +38,12 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorBody} for code in (400, 401, 403, 404, 405, 413, 429, 500, 504)
 }
 _KEEPALIVE_SECONDS = 15
-_STATIC = Path(__file__).parent / "page"
+_FOLDER = Path(__file__).parent / "page"
+_PAGE = {
+    "/": ([_FOLDER / "page.html"], "text/html"),
+    "/page.js": ([_FOLDER / "page.js"], "text/javascript"),
+    "/page.css": ([Path(export.__file__).parent / "page.css", _FOLDER / "page.css"], "text/css"),
+}
 _NOT_MULTIPART = "send multipart/form-data with `image` and `prompt`"
 Policy = Callable[[str], str | None]
 
@@ -99,8 +105,8 @@ class Routes:
         app.get("/health")(self.health)
         app.get("/ready")(self.health)
         app.get("/metrics", response_class=Response)(self.prometheus)
-        for path, file in {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}.items():
-            app.get(path, include_in_schema=False)(lambda file=file: FileResponse(_STATIC / file))
+        for path, (files, kind) in _PAGE.items():
+            app.get(path, include_in_schema=False)(_static(b"".join(file.read_bytes() for file in files), kind))
 
     async def generations(self, body: Generate, http: HttpRequest) -> Response:
         """Draw a caption."""
@@ -196,6 +202,10 @@ class Routes:
     async def prometheus(self) -> Response:
         """Counters for Prometheus."""
         return Response(generate_latest(self.metrics), media_type=CONTENT_TYPE_LATEST)
+
+
+def _static(content: bytes, kind: str) -> Callable[[], Response]:
+    return lambda: Response(content, media_type=kind)
 
 
 def _model(service: Service) -> Model:

@@ -94,7 +94,6 @@ class Images(BaseModel):
     data: list[Picture]
     background: Literal["opaque"] = "opaque"
     output_format: Format
-    quality: Literal["auto"] = "auto"
     size: str
     usage: Usage
     warnings: list[str] = []

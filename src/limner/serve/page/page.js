@@ -1,0 +1,203 @@
+"use strict";
+const $ = (id) => document.getElementById(id);
+const element = (name, properties = {}, ...children) => {
+  const made = Object.assign(document.createElement(name), properties);
+  made.append(...children);
+  return made;
+};
+const MAX_HISTORY = 30;  // requests on the page
+const BRUSH = 0.09;  // of the side of a picture
+let running = null;  // AbortController of the present request
+let edited = null;  // { image, data }: the picture to redraw a part of
+
+const headers = () => ($("key").value ? { Authorization: `Bearer ${$("key").value}` } : {});
+
+async function answer(path, options = {}) {
+  const response = await fetch(path, { ...options, headers: { ...headers(), ...options.headers } });
+  if (response.status === 401) $("key-row").hidden = false;
+  if (response.ok) return response;
+  const body = await response.json().catch(() => null);
+  throw new Error(body?.error?.message ?? `the server answered with status ${response.status}`);
+}
+
+/** Call `handle` with the data of each server-sent event. */
+async function readEvents(response, handle) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let text = ""; ;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const blocks = (text + value).split("\n\n");
+    text = blocks.pop();
+    for (const block of blocks) {
+      const data = block.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("");
+      if (data && data !== "[DONE]") handle(JSON.parse(data));
+      else if (block.startsWith(": ") && !data) say(`Waiting: ${block.slice(2)}`);
+    }
+  }
+}
+
+function say(text) { $("status").textContent = text; }
+
+function fail(error) {
+  $("error").hidden = !error;
+  $("error").textContent = error ? error.message : "";
+}
+
+function figure(caption) {
+  const image = element("img", { alt: `${caption}, being drawn` });
+  return { image, text: element("figcaption", { textContent: "…" }), caption };
+}
+
+function show(shown, event) {
+  const { image, text, caption } = shown, source = `data:image/png;base64,${event.b64_json}`;
+  image.src = source;
+  if (!event.type.endsWith(".completed")) return;
+  image.alt = `${caption}: seed ${event.seed}, candidate ${event.candidate}`;
+  const edit = element("button", { type: "button", textContent: "Edit", onclick: () => startEdit(caption, event.b64_json) });
+  const vary = element("button", { type: "button", textContent: "Vary", onclick: () => {
+    $("caption").value = caption;
+    $("seed").value = String(event.seed + 1);
+    leaveEdit();
+    $("form").requestSubmit();
+  } });
+  edit.setAttribute("aria-label", `Edit candidate ${event.candidate}`);
+  vary.setAttribute("aria-label", `Vary: draw again with seed ${event.seed + 1}`);
+  const name = `${caption.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60) || "drawing"}-${event.seed}-${event.candidate}.png`;
+  const save = element("a", { href: source, download: name, textContent: "PNG" });
+  save.setAttribute("aria-label", `PNG of candidate ${event.candidate}`);
+  const facts = `seed ${event.seed}, candidate ${event.candidate}, score ${event.score.toFixed(3)}`;
+  text.replaceChildren(facts, element("br"), save, edit, vary);
+}
+
+function addToHistory(caption, n) {
+  const shown = Array.from({ length: n }, () => figure(caption));
+  const list = element("div", { className: "drawings" }, ...shown.map(({ image, text }) => element("figure", {}, image, text)));
+  const entry = element("article", {}, element("h2", { textContent: caption }), list);
+  $("history").prepend(entry);
+  while ($("history").children.length > MAX_HISTORY) $("history").lastChild.remove();
+  return { shown, entry };
+}
+
+async function request(caption) {
+  const fields = { prompt: caption, model: $("model").value, n: Number($("n").value), stream: true, partial_images: 3 };
+  fields.candidates = Math.max(fields.n, Number($("candidates").value));
+  if ($("seed").value) fields.seed = Number($("seed").value);
+  const options = { method: "POST", signal: running.signal };
+  if (!edited) {
+    options.body = JSON.stringify(fields);
+    return answer("v1/images/generations", { ...options, headers: { "content-type": "application/json" } });
+  }
+  const form = new FormData();
+  for (const [key, value] of Object.entries(fields)) form.append(key, String(value));
+  form.append("image", new Blob([Uint8Array.from(atob(edited.data), (c) => c.charCodeAt(0))], { type: "image/png" }), "image.png");
+  form.append("mask", await maskFile(), "mask.png");
+  return answer("v1/images/edits", { ...options, body: form });
+}
+
+async function draw(event) {
+  event.preventDefault();
+  const invalid = [...$("form").elements].find((field) => !field.checkValidity());
+  if (invalid) { invalid.reportValidity(); return; }
+  const caption = $("caption").value.trim();
+  if (running || !caption) return;
+  fail(null);
+  running = new AbortController();
+  $("stop").hidden = false;
+  say("Drawing …");
+  const { shown, entry } = addToHistory(caption, Number($("n").value));
+  let finished = 0;
+  try {
+    await readEvents(await request(caption), (data) => {
+      if (data.error) throw new Error(data.error.message);
+      show(shown[data.image_index], data);
+      if (data.type.endsWith(".completed")) finished += 1;
+      else say("Drawing …");
+      for (const warning of data.warnings ?? []) if (!warning.startsWith("model")) fail(new Error(warning));
+    });
+    say(`Drew ${finished} of ${shown.length} pictures.`);
+  } catch (error) {
+    if (!finished) entry.remove();
+    say(error.name === "AbortError" ? "Stopped." : "");
+    if (error.name !== "AbortError") fail(error);
+  } finally {
+    running = null;
+    $("stop").hidden = true;
+  }
+}
+
+/** A picture that is opaque where the drawing stays. */
+function maskFile() {
+  const canvas = $("mask"), side = canvas.width, out = element("canvas", { width: side, height: side });
+  const kept = out.getContext("2d"), rows = Math.round((Number($("rows").value) / 100) * side);
+  kept.fillRect(0, 0, side, rows || side);
+  if (!rows) {
+    kept.globalCompositeOperation = "destination-out";
+    for (const [x, y] of edited.painted) brush(kept, x, y, side);
+  }
+  return new Promise((resolve) => out.toBlob(resolve, "image/png"));
+}
+
+function brush(context, x, y, side) {
+  context.beginPath();
+  context.arc(x * side, y * side, BRUSH * side, 0, 2 * Math.PI);
+  context.fill();
+}
+
+function showMask() {
+  const canvas = $("mask"), context = canvas.getContext("2d"), side = canvas.width, rows = Number($("rows").value) / 100;
+  context.imageSmoothingEnabled = false;
+  context.drawImage(edited.image, 0, 0, side, side);
+  context.fillStyle = "#0b6b63aa";
+  if (rows) context.fillRect(0, rows * side, side, side);
+  else for (const [x, y] of edited.painted) brush(context, x, y, side);
+}
+
+function startEdit(caption, data) {
+  const image = element("img", { src: `data:image/png;base64,${data}` });
+  image.onload = () => {
+    edited = { image, data, painted: [] };
+    $("edit").hidden = false;
+    $("caption").value = caption;
+    $("draw").textContent = "Redraw";
+    showMask();
+    $("caption").focus();
+    $("edit").scrollIntoView({ block: "nearest" });
+  };
+}
+
+function leaveEdit() {
+  edited = null;
+  $("edit").hidden = true;
+  $("draw").textContent = "Draw";
+}
+
+function paint(event) {
+  if (!edited || !event.buttons) return;
+  const box = $("mask").getBoundingClientRect();
+  $("rows").value = "0";
+  edited.painted.push([(event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height]);
+  showMask();
+}
+
+async function start() {
+  fail(null);
+  try {
+    const { data } = await (await answer("v1/models")).json();
+    $("model").replaceChildren(...data.map(({ id }) => element("option", { value: id, textContent: id })));
+    const about = () => { $("about").textContent = data.find(({ id }) => id === $("model").value)?.about ?? ""; };
+    $("model").onchange = about;
+    about();
+    say("Ready.");
+  } catch (error) {
+    fail(error);
+  }
+}
+
+$("form").addEventListener("submit", draw);
+$("stop").addEventListener("click", () => running?.abort());
+$("key").addEventListener("change", start);
+$("leave").addEventListener("click", leaveEdit);
+$("rows").addEventListener("input", showMask);
+$("clear").addEventListener("click", () => { edited.painted = []; showMask(); });
+for (const kind of ["pointerdown", "pointermove"]) $("mask").addEventListener(kind, paint);
+start();
