@@ -158,7 +158,7 @@ class Engine:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Stop drawing a job. Other jobs go on."""
+        """Stop drawing a job. Other jobs continue."""
         for part in self._running:
             if part.job is job and part.generation and not part.generation.finished:
                 self._batch.remove(part.generation)
@@ -199,7 +199,7 @@ class Engine:
             self._finish(same_size)
 
     def _join(self) -> None:
-        """Add parts to the batch, of each client in turn, while they fit."""
+        """Add parts to the batch, one client after the other, while they fit."""
         rows, joining = self._batch.size, list[_Part]()
         while self._waiting:
             client, parts = next(iter(self._waiting.items()))

@@ -61,7 +61,7 @@ def create_app(
     Args:
         pipes: models by the name that requests give; the first one is the default.
         keys: names of clients by the SHA-256 of their keys; None serves this machine without keys.
-        policy: returns why a prompt is refused, or None.
+        policy: returns a reason to refuse a prompt, or None.
         max_requests: of a model, waiting and running; more get an answer with status 429.
         timeout: seconds after which a request ends with status 504.
     """

@@ -21,7 +21,7 @@ Format = Literal["png", "jpeg", "webp"]
 
 
 class Generate(BaseModel):
-    """What a client asks for. Fields that are not listed are ignored and named in the answer's `warnings`."""
+    """The fields of a drawing request. Fields that are not listed are ignored and named in the answer's `warnings`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -150,7 +150,7 @@ class Models(BaseModel):
 
 
 class ApiError(BaseModel):
-    """What went wrong, in one sentence, and the parameter that caused it."""
+    """An error in one sentence, and the parameter that caused it."""
 
     message: str
     type: str

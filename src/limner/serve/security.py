@@ -1,4 +1,4 @@
-"""What a server refuses before a request is read: wrong keys, other sites' requests, bodies that are too large.
+"""Checks before a request is read: keys, host and origin, size of the body.
 
 Without API keys a server is for this machine alone: the `Host` must be a loopback name, since otherwise a web page
 could reach it under its own name (DNS rebinding), and a browser's `Origin` must be the server's own.
@@ -34,8 +34,8 @@ HEADERS = {
     "cache-control": "no-store",
 }
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
-_OPEN_PATHS = ("/health", "/ready")  # need no key
-_PUBLIC = ("/", "/page.js", "/page.css")  # need no key: the page asks for one
+_OPEN_PATHS = ("/health", "/ready")  # open without a key
+_PUBLIC = ("/", "/page.js", "/page.css")  # open without a key: the page asks for one
 _log = logging.getLogger("limner.serve")
 
 
@@ -45,7 +45,7 @@ def new_key() -> str:
 
 
 def hash_key(key: str) -> str:
-    """Return the SHA-256 of a key, as a file of keys holds it. Keys are random, so that they need no salt."""
+    """Return the SHA-256 of a key, as a file of keys holds it. Random keys do not need a salt."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -62,7 +62,7 @@ def read_keys(path: Path) -> dict[str, str]:
                 )
             names[digest] = name.strip()
     if not names:
-        raise UserError(f"{path} has no key: `limner serve --new-key NAME` prints a line for it")
+        raise UserError(f"{path} does not contain a key: `limner serve --new-key NAME` prints a line for it")
     return names
 
 
@@ -114,12 +114,12 @@ class Guard:
             _log.info("%s %.3f s", line, seconds)
 
     def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str, str] | None:
-        """Return status, message and code if the request is refused. Stores the client's name in the state."""
+        """Return status, message and code of a refusal, None if the request may pass. Stores the client's name in the state."""
         length, host, origin = headers.get("content-length", "0"), headers.get("host", ""), headers.get("origin")
         if not length.isdecimal() or int(length) > MAX_BODY:
             return 413, f"the request is larger than {MAX_BODY >> 20} MiB", "too_large"
         if origin is not None and origin.partition("://")[2] != host:
-            return 403, "requests of other sites are refused", "forbidden_origin"
+            return 403, "the server refuses requests of other sites", "forbidden_origin"
         if self.keys is None:
             scope["state"]["client"] = (scope.get("client") or ("-",))[0]
             if not _LOOPBACK.fullmatch(host):

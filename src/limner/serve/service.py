@@ -24,7 +24,7 @@ from limner.text import PAD
 
 __all__ = ["Service"]
 
-_CANDIDATES = 16  # by default, if the model has no number of its own
+_CANDIDATES = 16  # unless the model sets its number
 _UNFINISHED = 235  # gray of the rows that are not drawn yet
 
 
