@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> None:
     """Serve models until the process is interrupted."""
     options = parse(Serve, argv, "limner serve")
     try:
+        import python_multipart  # noqa: F401  (FastAPI reads forms with it)
         import uvicorn
 
         from limner.serve.security import hash_key, new_key, read_keys

@@ -36,7 +36,7 @@ from limner.sampling.generation_config import Sampler
 from limner.sampling.window import Window
 from limner.text import PAD
 
-__all__ = ["Batch", "check_finite", "generate"]
+__all__ = ["Batch", "Sampled", "check_finite", "generate"]
 
 _FINISHED_FRACTION = 1 / 4  # of the rows of a cache; then they leave it, which copies the others
 

@@ -32,7 +32,7 @@ from limner.serve.security import Guard
 from limner.serve.service import Service
 from limner.version import __version__
 
-__all__ = ["create_app"]
+__all__ = ["Routes", "create_app"]
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorBody} for code in (400, 401, 403, 404, 405, 413, 429, 500, 504)

@@ -96,7 +96,7 @@ class Guard:
             message = await receive()
             received += len(message.get("body", b""))
             if received > MAX_BODY:
-                raise TooLarge
+                raise _TooLarge
             return message
 
         refusal = self._refusal(scope, headers)
@@ -105,7 +105,7 @@ class Guard:
                 await _answer(guarded_send, *refusal)
             else:
                 await self.app(scope, guarded_receive, guarded_send)
-        except TooLarge:
+        except _TooLarge:
             if not started:
                 await _answer(guarded_send, 413, f"the request is larger than {MAX_BODY >> 20} MiB", "too_large")
         finally:
@@ -138,7 +138,7 @@ class Guard:
         return None
 
 
-class TooLarge(Exception):
+class _TooLarge(Exception):
     """The body is larger than `MAX_BODY`."""
 
 
