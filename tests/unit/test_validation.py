@@ -83,7 +83,7 @@ MADE = tuple(
     for name in (
         "bundles", "drawing", "sampling.engine", "data.", "distributed.gradient_reducers.", "evaluation.",
         "sampling.inference", "sampling.generation.", "attention.", "metrics.", "experiments.", "planner.",
-        "runs.run_data", "training.", "tasks.",
+        "runs.run_data", "serve.", "training.", "tasks.",
     )
 )  # fmt: skip
 SET = (

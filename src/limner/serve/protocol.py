@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 __all__ = [
-    "ApiError", "Completed", "ErrorBody", "Generate", "Images", "Model", "Models", "PartialImage", "Picture", "TextTokens",
-    "Usage",
+    "ApiError", "Completed", "ErrorBody", "Generate", "Images", "Model", "Models", "PartialImage", "Picture",
+    "TextTokens", "Usage",
 ]  # fmt: skip
 
 MAX_PROMPT = 32_000  # characters, as OpenAI's

@@ -114,7 +114,7 @@ class Guard:
             _log.info("%s %.3f s", line, seconds)
 
     def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str, str] | None:
-        """Return status, message and code of a refusal, None if the request may pass. Stores the client's name in the state."""
+        """Return status, message and code of a refusal, or None. Stores the client's name in the state."""
         length, host, origin = headers.get("content-length", "0"), headers.get("host", ""), headers.get("origin")
         if not length.isdecimal() or int(length) > MAX_BODY:
             return 413, f"the request is larger than {MAX_BODY >> 20} MiB", "too_large"
