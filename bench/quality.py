@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from limner import recipes
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.open_source import open_source
-from limner.evaluation.confidence import TEST_SEEDS_FROM, Proportion
+from limner.evaluation.confidence import TEST_SEEDS_FROM, proportion
 from limner.evaluation.generate_batches import generate_batches
 from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
 from limner.evaluation.icon_pictures import Icons
@@ -263,7 +263,7 @@ def main() -> None:
         print(f"{'':10}{'best of 1':>28}{f'best of {CANDIDATES}':>28}")
         for side in ("ours", "theirs"):
             proportions = [
-                Proportion.from_values(verdicts[rows], [subjects[k] for k in rows])
+                proportion(verdicts[rows], [subjects[k] for k in rows])
                 for verdicts in (right[side].mean(1), best_right[side])
             ]
             print(f"{side:10}" + "".join(f"{rate!s:>28}" for rate in proportions))

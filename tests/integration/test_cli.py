@@ -231,7 +231,7 @@ def test_evaluate_prints_a_table_and_writes_its_numbers_for_the_bundles_card(kin
     if kind == "reconstruction":
         assert found["results"][0]["rows"]["PSNR"]["value"]["value"] > 0
     else:
-        number = found["table"]["all"]["any candidate"]["total"]
+        number = found["results"][0]["rows"]["any candidate"]["right"]["total"]
         assert number == 3
     if kind == "composition":
         assert Image.open(tmp_path / "drawn.png").width > 3 * 2 * 144  # a drawing and a real scene of each

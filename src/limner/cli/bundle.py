@@ -60,9 +60,7 @@ def main(argv: Sequence[str]) -> None:
     for path in options.scores:
         result = read_json(path, 1 << 28)
         if isinstance(result, dict):  # without the cases
-            result = result.get("table") or [
-                {key: part[key] for key in ("title", "rows", "settings")} for part in result.get("results", ())
-            ]
+            result = [{key: part[key] for key in ("title", "rows", "settings")} for part in result.get("results", ())]
         pipe.info["scores"] = scores = {**scores, path.stem: result}
     pipe.save_pretrained(options.out, torch.int8 if options.bits == 8 else torch.float16)
     size = sum(file.stat().st_size for file in options.out.iterdir())

@@ -50,14 +50,15 @@ class Demo(Validated):
 def main(argv: Sequence[str]) -> None:
     """Run the demo and print its results and output files."""
     options = parse(Demo, argv, "limner demo")
+    from limner.evaluation.result import tables
     from limner.runs import demo
 
-    result = demo.run(
+    results = demo.run(
         options.out, options.recipe(), scenes=options.scenes, captions=options.captions,
         candidates=options.candidates, evaluated=options.evaluated, seed=options.seed,
     )  # fmt: skip
     out = Path(escape_control(options.out))
-    print(result.table())
+    print(tables(results))
     print(f"report:        {out / 'report.html'}")
     print(f"contact sheet: {out / 'contact.png'}")
     print(f'draw more:     limner draw "a large green cross on a pink background" --model {out / "run"}')

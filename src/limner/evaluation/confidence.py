@@ -32,52 +32,13 @@ _MIN_VARIANCE = 1e-24  # smaller variances are rounding errors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proportion:
-    """A proportion, `right` of `total` cases, with the 95% interval from `low` to `high`.
+class Estimate:
+    """A number, with the 95% interval from `low` to `high` if it has one.
 
-    `right` may be fractional: a caption can count by the share of its candidates that are right.
-    """
-
-    right: float
-    total: int
-    low: float
-    high: float
-
-    @staticmethod
-    def from_values(values: np.ndarray, clusters: Sequence[str]) -> Proportion:
-        """Return the mean of `values` [n] in 0 .. 1, n >= 1; `clusters` [n] names the cluster of each case."""
-        values, n = np.asarray(values, float), len(values)
-        variance, degrees = _clustered(values, clusters)
-        p = float(values.mean())
-        effective: float = n
-        if degrees == 0:
-            effective = 1
-        elif variance > 0:
-            effective = min(n, p * (1 - p) / variance * (_Z_975 / t_quantile(degrees)) ** 2)
-        low, high = wilson(p, max(effective, 1))
-        return Proportion(right=round(float(values.sum()), 6), total=n, low=low, high=high)
-
-    @property
-    def value(self) -> float:
-        return self.right / self.total
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "rate": self.value}
-
-    @property
-    def short(self) -> str:
-        """The proportion without its interval."""
-        return f"{self.value:.1%}"
-
-    def __str__(self) -> str:
-        return f"{self.value:6.1%} ({self.low:.1%} to {self.high:.1%})"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quantity:
-    """A number with a unit. A mean has a 95% interval from `low` to `high`.
-
-    `spec` is the format of the number, such as ".2%".
+    Attributes:
+        spec: format of the number, such as ".2%"; "+.1%" for a difference.
+        right, total: a proportion is `right` of `total` cases. `right` may be fractional: a caption can count by the
+            share of its candidates that are right.
     """
 
     value: float
@@ -85,17 +46,11 @@ class Quantity:
     spec: str = ".2f"
     low: float | None = None
     high: float | None = None
-
-    @staticmethod
-    def from_values(values: np.ndarray, unit: str) -> Quantity:
-        """Return the mean of independent `values` [n]."""
-        clusters = [str(i) for i in range(len(values))]
-        variance, degrees = _clustered(np.asarray(values, float), clusters)
-        mean, half_width = float(np.mean(values)), t_quantile(max(degrees, 1)) * math.sqrt(variance)
-        return Quantity(value=mean, unit=unit, low=mean - half_width, high=mean + half_width)
+    right: float | None = None
+    total: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value is not None and key != "spec"}
+        return {key: value for key, value in asdict(self).items() if value not in (None, "") and key != "spec"}
 
     @property
     def short(self) -> str:
@@ -103,43 +58,52 @@ class Quantity:
         return f"{self.value:{self.spec}} {self.unit}".strip()
 
     def __str__(self) -> str:
+        """The number, its interval, and for a difference the verdict on its sign."""
         if self.low is None or self.high is None:
             return self.short
-        return f"{self.short} ({self.low:{self.spec}} to {self.high:{self.spec}})"
+        text = f"{self.short} ({self.low:{self.spec}} to {self.high:{self.spec}})"
+        if not self.spec.startswith("+"):
+            return text
+        return f"{text}: {'better' if self.low > 0 else 'worse' if self.high < 0 else 'not significant'}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairedDifference:
-    """A difference of two proportions over the same cases, with the 95% interval from `low` to `high`."""
+def proportion(values: np.ndarray, clusters: Sequence[str]) -> Estimate:
+    """Return the mean of `values` [n] in 0 .. 1, n >= 1; `clusters` [n] names the cluster of each case."""
+    values, n = np.asarray(values, float), len(values)
+    variance, degrees = _clustered(values, clusters)
+    p = float(values.mean())
+    effective: float = n
+    if degrees == 0:
+        effective = 1
+    elif variance > 0:
+        effective = min(n, p * (1 - p) / variance * (_Z_975 / t_quantile(degrees)) ** 2)
+    low, high = wilson(p, max(effective, 1))
+    right = round(float(values.sum()), 6)
+    return Estimate(value=right / n, spec=".1%", low=low, high=high, right=right, total=n)
 
-    value: float
-    low: float
-    high: float
 
-    @staticmethod
-    def from_values(values: np.ndarray, baseline: np.ndarray, clusters: Sequence[str]) -> PairedDifference:
-        """Return the mean of `values - baseline` [n]. If all clusters have the same difference, the half-width of the
-        interval is Wilson's upper bound for 0 of n cases."""
-        differences = np.asarray(values, float) - np.asarray(baseline, float)
-        variance, degrees = _clustered(differences, clusters)
-        mean = float(differences.mean())
-        if degrees == 0:
-            half_width = 1.0
-        elif variance > _MIN_VARIANCE:
-            half_width = t_quantile(degrees) * math.sqrt(variance)
-        else:
-            half_width = wilson(0.0, len(differences))[1]
-        return PairedDifference(value=mean, low=max(-1.0, mean - half_width), high=min(1.0, mean + half_width))
+def mean(values: np.ndarray, unit: str) -> Estimate:
+    """Return the mean of independent `values` [n]."""
+    variance, degrees = _clustered(np.asarray(values, float), [str(i) for i in range(len(values))])
+    center, half_width = float(np.mean(values)), t_quantile(max(degrees, 1)) * math.sqrt(variance)
+    return Estimate(value=center, unit=unit, low=center - half_width, high=center + half_width)
 
-    def __str__(self) -> str:
-        """The difference in percentage points, its interval, and the verdict on its sign."""
-        if self.low > 0:
-            verdict = "better"
-        elif self.high < 0:
-            verdict = "worse"
-        else:
-            verdict = "not significant"
-        return f"{100 * self.value:+.1f} points ({100 * self.low:+.1f} to {100 * self.high:+.1f}): {verdict}"
+
+def paired_difference(values: np.ndarray, baseline: np.ndarray, clusters: Sequence[str]) -> Estimate:
+    """Return the mean of `values - baseline` [n], two proportions over the same cases.
+
+    If all clusters have the same difference, the half-width of the interval is Wilson's upper bound for 0 of n cases.
+    """
+    differences = np.asarray(values, float) - np.asarray(baseline, float)
+    variance, degrees = _clustered(differences, clusters)
+    center = float(differences.mean())
+    if degrees == 0:
+        half_width = 1.0
+    elif variance > _MIN_VARIANCE:
+        half_width = t_quantile(degrees) * math.sqrt(variance)
+    else:
+        half_width = wilson(0.0, len(differences))[1]
+    return Estimate(value=center, spec="+.1%", low=max(-1.0, center - half_width), high=min(1.0, center + half_width))
 
 
 def wilson(p: float, n: float) -> tuple[float, float]:

@@ -24,8 +24,8 @@ from torch import Tensor
 from limner.errors import UserError
 from limner.evaluation.icon_classifier import IconClassifier, LabeledIcons
 from limner.evaluation.icon_pictures import SPLITS, Icons
-from limner.evaluation.icons import IconSettings, draw_and_compare, icon_result
-from limner.evaluation.reconstruction import reconstructions
+from limner.evaluation.icons import baselines
+from limner.evaluation.nearest_neighbor import ReferenceSettings, comparison_result, draw_and_compare
 from limner.evaluation.result import EvalResult, Verdicts
 from limner.pipeline import TextToImage
 from limner.progress import Advance
@@ -90,39 +90,30 @@ def evaluate(
     icons: Icons,
     classifier: IconClassifier,
     split: str,
-    settings: IconSettings,
+    settings: ReferenceSettings,
     progress: Advance | None = None,
 ) -> list[EvalResult]:
     """Draw captions of a split and compare the drawings with the real icons of the same style.
 
     Returns the result; for combinations also that of the captions whose set lacks the subject in training.
     """
-    targets = icons.references.split_indices(split, settings.captions, settings.seed) * settings.repeats
-    ranks = StyleRanks(icons)
+    references = icons.references
+    targets, ranks = references.targets(split, settings), StyleRanks(icons)
 
-    def verdict(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
-        shown = [targets[i] for i in cases]
-        rank, (_, styles) = ranks(pictures, shown), classifier.classify(pictures)
-        style = np.array([icons.styles[t] == name for t, name in zip(shown, styles, strict=True)])
+    def verdict(pictures: Tensor, targets: Sequence[int]) -> Verdicts:
+        rank, (_, styles) = ranks(pictures, targets), classifier.classify(pictures)
+        style = np.array([icons.styles[t] == name for t, name in zip(targets, styles, strict=True)])
         return {"subject": rank == 0, f"top {_TOP}": rank < _TOP, "style": style, "both": (rank == 0) & style}
 
-    references = icons.references
     rows, _ = draw_and_compare(pipe, references, targets, verdict, settings, progress)
-    if split == "combination":
-        copies = icons.nearest_style_copies(targets)
-        exists = np.array([copy is not None for copy in copies])
-        copied = verdict(references.pictures[[copy or 0 for copy in copies]], range(len(copies)))
-        rows["copies from nearest style"] = {respect: right & exists for respect, right in copied.items()}
-    rows["real icons"] = verdict(references.pictures[targets], range(len(targets)))
-    reconstructed = [part.cpu() for *_, part in reconstructions(pipe.dvae, references.pictures[targets])]
-    rows["real, through the dVAE"] = verdict(torch.cat(reconstructed), range(len(targets)))
+    rows |= baselines(pipe, icons, split, targets, verdict)
 
     def result(name: str, cases: Sequence[int]) -> EvalResult:
         shown = [targets[i] for i in cases]
         verdicts = {row: {respect: values[cases] for respect, values in of_row.items()} for row, of_row in rows.items()}
         chance, style = ranks.chance(shown), 1 / len(classifier.styles)
         chances = {"subject": chance, f"top {_TOP}": _TOP * chance, "style": style, "both": chance * style}
-        return icon_result(name, pipe, references, shown, settings, verdicts, chances)
+        return comparison_result(name, pipe, references, shown, settings, verdicts, chances)
 
     trained = {(icons.sets[i], references.keys[i]) for i in references.split_indices("train")}
     lacking = [i for i, t in enumerate(targets) if (icons.sets[t], references.keys[t]) not in trained]

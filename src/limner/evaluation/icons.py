@@ -20,47 +20,29 @@ Drawings that differ only in skin tone count as one subject. Intervals are clust
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from limner.evaluation.confidence import TEST_SEEDS_FROM
-from limner.evaluation.generate_batches import generate_batches, to_image
+from limner.evaluation.generate_batches import to_image
 from limner.evaluation.icon_classifier import IconClassifier
 from limner.evaluation.icon_pictures import SPLITS, Icons
-from limner.evaluation.nearest_neighbor import ReferenceSet, nearest_picture
+from limner.evaluation.nearest_neighbor import (
+    ReferenceSettings,
+    comparison_result,
+    draw_and_compare,
+    nearest_picture,
+)
 from limner.evaluation.reconstruction import reconstructions
 from limner.evaluation.result import EvalResult, Verdicts
 from limner.pipeline import TextToImage
 from limner.progress import Advance
-from limner.sampling.generation_config import CANDIDATES, Sampler
-from limner.sampling.rerank import best
-from limner.validation import SEEDS, Range, Validated
 
 _SUBJECT_AND_STYLE = "subject and style"
 _MATCH = "right"
-
-
-@dataclass(frozen=True, kw_only=True)
-class IconSettings(Validated):
-    """Settings of the generation.
-
-    Args:
-        captions: maximum number of captions per split and of pairs per kind, sampled at random.
-        candidates: drawings per caption, of which the best is selected.
-        repeats: repetitions of the whole set of captions.
-        seed: caption i uses `drawing_seed(seed, i)`.
-    """
-
-    captions: Annotated[int, Range(1, 10**6)] = 256
-    candidates: Annotated[int, CANDIDATES] = 16
-    repeats: Annotated[int, Range(1, 1_000)] = 1
-    seed: Annotated[int, SEEDS] = TEST_SEEDS_FROM
 
 
 def evaluate(
@@ -68,32 +50,42 @@ def evaluate(
     icons: Icons,
     classifier: IconClassifier,
     split: str,
-    settings: IconSettings = IconSettings(),
+    settings: ReferenceSettings,
     progress: Advance | None = None,
-) -> EvalResult:
+) -> list[EvalResult]:
     """Draw captions of a split and classify the drawings."""
     references, styles = icons.references, icons.styles
-    targets = references.split_indices(split, settings.captions, settings.seed) * settings.repeats
+    targets = references.targets(split, settings)
 
-    def verdict(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
-        return _verdicts(classifier.classify(pictures), references.families, styles, [targets[i] for i in cases])
-
-    def verdict_on_real(indices: Sequence[int | None]) -> Verdicts:
-        """Verdicts on real pictures instead of drawings; None counts as wrong."""
-        pictures = references.pictures[[0 if i is None else i for i in indices]]
-        exists = np.array([i is not None for i in indices])
-        return {respect: right & exists for respect, right in verdict(pictures, range(len(indices))).items()}
+    def verdict(pictures: Tensor, targets: Sequence[int]) -> Verdicts:
+        return _verdicts(classifier.classify(pictures), references.families, styles, targets)
 
     rows, drawings = draw_and_compare(pipe, references, targets, verdict, settings, progress)
     nearest = nearest_picture(references.pictures, drawings).tolist()
     labels = [references.families[i] for i in nearest], [styles[i] for i in nearest]
     rows[f"best of {settings.candidates}, nearest picture"] = _verdicts(labels, references.families, styles, targets)
+    rows |= baselines(pipe, icons, split, targets, verdict)
+    name = SPLITS.get(split, split)
+    return [comparison_result(name, pipe, references, targets, settings, rows, _chance(classifier))]
+
+
+def baselines(
+    pipe: TextToImage,
+    icons: Icons,
+    split: str,
+    targets: Sequence[int],
+    verdict: Callable[[Tensor, Sequence[int]], Verdicts],
+) -> dict[str, Verdicts]:
+    """Return verdicts on real pictures instead of drawings of `targets`, by row of the table."""
+    pictures, rows = icons.references.pictures, dict[str, Verdicts]()
     if split == "combination":
-        rows["copies from nearest style"] = verdict_on_real(icons.nearest_style_copies(targets))
-    rows["real pictures"] = verdict_on_real(targets)
-    reconstructed = [part.cpu() for *_, part in reconstructions(pipe.dvae, references.pictures[targets])]
-    rows["real, through the dVAE"] = verdict(torch.cat(reconstructed), range(len(targets)))
-    return icon_result(SPLITS.get(split, split), pipe, references, targets, settings, rows, _chance(classifier))
+        copies = icons.nearest_style_copies(targets)
+        exists = np.array([copy is not None for copy in copies])
+        copied = verdict(pictures[[copy or 0 for copy in copies]], targets)
+        rows["copies from nearest style"] = {respect: right & exists for respect, right in copied.items()}
+    rows["real pictures"] = verdict(pictures[targets], targets)
+    reconstructed = torch.cat([part.cpu() for *_, part in reconstructions(pipe.dvae, pictures[targets])])
+    return {**rows, "real, through the dVAE": verdict(reconstructed, targets)}
 
 
 def evaluate_pairs(
@@ -101,34 +93,34 @@ def evaluate_pairs(
     icons: Icons,
     classifier: IconClassifier,
     kind: str,
-    settings: IconSettings = IconSettings(),
+    settings: ReferenceSettings,
     progress: Advance | None = None,
-) -> EvalResult:
+) -> list[EvalResult]:
     """Draw the lower halves of the held-out pairs of a kind, with the real upper halves as prompts."""
     pairs = icons.pairs
-    targets = pairs.split_indices(kind, settings.captions, settings.seed) * settings.repeats
+    targets = pairs.targets(kind, settings)
     real = _lower_halves(pairs.pictures[pairs.split_indices(kind)])
     tops = pairs.pictures[targets]
     _lower_halves(tops)[:] = tops[:, :, :1, :1]  # background: the encoder's receptive field must not reach the answer
-    images = [to_image(top) for top in tops]
     keep_rows = pipe.dvae.config.grid[0] // 2
-    prompt_tokens = torch.cat([pipe.prime(image, keep_rows=keep_rows) for image in images])
+    prompt_tokens = torch.cat([pipe.prime(to_image(top), keep_rows=keep_rows) for top in tops])
 
-    def classified(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
+    def classified(pictures: Tensor, targets: Sequence[int]) -> Verdicts:
         labels = classifier.classify(enlarge_middle(_lower_halves(pictures)))
-        return _verdicts(labels, pairs.families, icons.pair_styles, [targets[i] for i in cases])
+        return _verdicts(labels, pairs.families, icons.pair_styles, targets)
 
-    def matched(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
-        target = _lower_halves(pairs.pictures[[targets[i] for i in cases]])
+    def matched(pictures: Tensor, targets: Sequence[int]) -> Verdicts:
         nearest = real[nearest_picture(real, _lower_halves(pictures))]
-        return {_MATCH: (nearest == target).flatten(1).all(1).numpy()}  # by pixels: two pairs can be equal
+        same = nearest == _lower_halves(pairs.pictures[targets])
+        return {_MATCH: same.flatten(1).all(1).numpy()}  # by pixels: two pairs can be equal
 
     verdict = classified if kind == "style" else matched
     rows, _ = draw_and_compare(pipe, pairs, targets, verdict, settings, progress, prompt_tokens)
+    chance = {_MATCH: 1 / len(real)}
     if kind == "style":
-        rows["real lower halves"] = classified(pairs.pictures[targets], range(len(targets)))
-    chance = _chance(classifier) if kind == "style" else {_MATCH: 1 / len(real)}
-    return icon_result(f"held-out pairs, {kind}", pipe, pairs, targets, settings, rows, chance)
+        rows["real lower halves"] = classified(pairs.pictures[targets], targets)
+        chance = _chance(classifier)
+    return [comparison_result(f"held-out pairs, {kind}", pipe, pairs, targets, settings, rows, chance)]
 
 
 def accuracy(classifier: IconClassifier, icons: Icons) -> dict[str, float]:
@@ -149,55 +141,6 @@ def enlarge_middle(halves: Tensor) -> Tensor:
 def _lower_halves(pictures: Tensor) -> Tensor:
     """Return the lower halves of [B, 3, H, W], a view [B, 3, H/2, W]."""
     return pictures[:, :, pictures.shape[2] // 2 :]
-
-
-def draw_and_compare(
-    pipe: TextToImage,
-    references: ReferenceSet,
-    targets: Sequence[int],
-    verdict: Callable[[Tensor, Sequence[int]], Verdicts],
-    settings: IconSettings,
-    progress: Advance | None,
-    prompt_tokens: Tensor | None = None,
-) -> tuple[dict[str, Verdicts], Tensor]:
-    """Draw the captions of `targets`. Return verdicts on the best drawings and on all candidates by row of the table,
-    and the best drawings, uint8 [B, 3, H, W].
-
-    `verdict` takes pictures and the indices of their targets.
-    """
-    n, captions = settings.candidates, [references.captions[t] for t in targets]
-    best_drawings, right, picks = [], dict[str, list[np.ndarray]](), []
-    for part, batch in generate_batches(pipe, captions, n, settings.seed, Sampler(), prompt_tokens, progress):
-        picks.append(best(batch.scores, 1)[:, 0])
-        best_drawings.append(batch.pictures[torch.arange(len(part)), picks[-1]])
-        verdicts = verdict(batch.pictures.flatten(0, 1), [i for i in part for _ in range(n)])
-        for respect, values in verdicts.items():
-            right.setdefault(respect, []).append(values.reshape(len(part), n))
-    candidates = {respect: np.concatenate(parts) for respect, parts in right.items()}
-    pick = torch.cat(picks).numpy()[:, None]
-    first = {respect: np.take_along_axis(values, pick, 1)[:, 0] for respect, values in candidates.items()}
-    mean = {respect: values.mean(1) for respect, values in candidates.items()}
-    return {f"best of {n}": first, "any candidate": mean}, torch.cat(best_drawings)
-
-
-def icon_result(
-    name: str,
-    pipe: TextToImage,
-    references: ReferenceSet,
-    targets: Sequence[int],
-    settings: IconSettings,
-    rows: Mapping[str, Verdicts],
-    chance: Mapping[str, float],
-) -> EvalResult:
-    """Return the result of drawings of `targets`, with intervals over subjects."""
-    subjects = [references.families[t] for t in targets]
-    captions = len(targets) // settings.repeats  # not the distinct ones: two pairs can have the same caption
-    times = f", drawn {settings.repeats} times" if settings.repeats > 1 else ""
-    return EvalResult.from_verdicts(
-        f"{name}, {captions:,} captions of {len(set(subjects)):,} subjects{times}", rows, subjects,
-        [{"caption": references.captions[t], "subject": references.families[t]} for t in targets], chance,
-        settings={"model": pipe.name, **vars(settings)},
-    )  # fmt: skip
 
 
 def _verdicts(

@@ -10,7 +10,9 @@ other families of the same kind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -18,13 +20,32 @@ from torch import Tensor
 
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import Source
-from limner.evaluation.confidence import TEST_SEEDS_FROM
+from limner.evaluation.confidence import TEST_SEEDS_FROM, Estimate, proportion
 from limner.evaluation.generate_batches import generate_batches, to_image
 from limner.evaluation.report import SheetRow
-from limner.evaluation.result import EvalResult
+from limner.evaluation.result import EvalResult, Verdicts
 from limner.pipeline import TextToImage
 from limner.progress import Advance
+from limner.sampling.generation_config import CANDIDATES
 from limner.sampling.rerank import best
+from limner.validation import SEEDS, Range, Validated
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceSettings(Validated):
+    """Settings of drawings that are compared with real pictures.
+
+    Args:
+        captions: maximum number of captions per split and of pairs per kind, sampled at random.
+        candidates: drawings per caption, of which the best is selected.
+        repeats: repetitions of the whole set of captions.
+        seed: caption i uses `drawing_seed(seed, i)`.
+    """
+
+    captions: Annotated[int, Range(1, 10**6)] = 256
+    candidates: Annotated[int, CANDIDATES] = 16
+    repeats: Annotated[int, Range(1, 1_000)] = 1
+    seed: Annotated[int, SEEDS] = TEST_SEEDS_FROM
 
 
 @dataclass(frozen=True)
@@ -38,15 +59,16 @@ class ReferenceSet:
     splits: list[str]  # [M]
 
     @staticmethod
-    def from_source(source: Source, size: int, key: str = "emoji", family: str = "family") -> ReferenceSet:
-        """Read a whole source at `size` pixels per side, without the samples that cannot be read."""
+    def from_source(source: Source, size: int) -> ReferenceSet:
+        """Read a whole source of emoji at `size` pixels per side, without the samples that cannot be read."""
         indices, pictures, captions, _ = ImageCaptionDataset(source, size).load(np.arange(len(source)))
         metadata = [source.meta(int(i)) for i in indices]
+        keys = [str(meta.get("emoji", i)) for i, meta in zip(indices, metadata, strict=True)]
         return ReferenceSet(
             pictures,
             [phrasings[0] for phrasings in captions],
-            [str(meta.get(key, i)) for i, meta in zip(indices, metadata, strict=True)],
-            [str(meta.get(family, meta.get(key, i))) for i, meta in zip(indices, metadata, strict=True)],
+            keys,
+            [str(meta.get("family", key)) for key, meta in zip(keys, metadata, strict=True)],
             [str(meta.get("split", "train")) for meta in metadata],
         )
 
@@ -57,6 +79,10 @@ class ReferenceSet:
             indices = sorted(np.random.default_rng(seed).choice(indices, n, replace=False).tolist())
         return indices
 
+    def targets(self, split: str, settings: ReferenceSettings) -> list[int]:
+        """Return the index of the real picture of each drawing."""
+        return self.split_indices(split, settings.captions, settings.seed) * settings.repeats
+
 
 def nearest_picture(real: Tensor, pictures: Tensor) -> Tensor:
     """Return the index of the nearest real picture by squared error: uint8 [M, 3, H, W], [B, 3, H, W] -> [B]."""
@@ -66,42 +92,93 @@ def nearest_picture(real: Tensor, pictures: Tensor) -> Tensor:
     return torch.cat(distance, 1).argmin(1)
 
 
+def draw_and_compare(
+    pipe: TextToImage,
+    references: ReferenceSet,
+    targets: Sequence[int],
+    verdict: Callable[[Tensor, Sequence[int]], Verdicts],
+    settings: ReferenceSettings,
+    progress: Advance | None,
+    prompt_tokens: Tensor | None = None,
+) -> tuple[dict[str, Verdicts], Tensor]:
+    """Draw the captions of `targets`. Return verdicts on the best drawings and on all candidates by row of the table,
+    and the best drawings, uint8 [B, 3, H, W].
+
+    `verdict` takes pictures and the target of each.
+    """
+    n, captions = settings.candidates, [references.captions[t] for t in targets]
+    batches = generate_batches(pipe, captions, n, settings.seed, prompt_tokens=prompt_tokens, progress=progress)
+    drawings, picks, verdicts = [], [], []
+    for part, batch in batches:
+        picks.append(best(batch.scores, 1))
+        drawings.append(batch.pictures[torch.arange(len(part)), picks[-1][:, 0]])
+        verdicts.append(verdict(batch.pictures.flatten(0, 1), [targets[i] for i in part for _ in range(n)]))
+    pick = torch.cat(picks).numpy()
+    right = {respect: np.concatenate([v[respect] for v in verdicts]).reshape(-1, n) for respect in verdicts[0]}
+    first = {respect: np.take_along_axis(values, pick, 1)[:, 0] for respect, values in right.items()}
+    shares = {respect: values.mean(1) for respect, values in right.items()}
+    return {f"best of {n}": first, "any candidate": shares}, torch.cat(drawings)
+
+
+def comparison_result(
+    name: str,
+    pipe: TextToImage,
+    references: ReferenceSet,
+    targets: Sequence[int],
+    settings: ReferenceSettings,
+    verdicts: Mapping[str, Verdicts],
+    chance: Mapping[str, float],
+    sheet: Sequence[SheetRow] = (),
+) -> EvalResult:
+    """Return the result of drawings of `targets`: the share of right cases for each row and respect, with intervals
+    over subjects, which are families. `chance` is the probability that a guess is right, by respect."""
+    subjects = [references.families[t] for t in targets]
+    rows = {
+        row: {respect: proportion(values, subjects) for respect, values in by_respect.items()}
+        for row, by_respect in verdicts.items()
+    }
+    rows["chance"] = {respect: Estimate(value=value, spec=".2%") for respect, value in chance.items()}
+    cases = [
+        {
+            "caption": references.captions[t], "subject": references.families[t],
+            **{row: {key: round(float(v[i]), 4) for key, v in by.items()} for row, by in verdicts.items()},
+        }
+        for i, t in enumerate(targets)
+    ]  # fmt: skip
+    captions = len(targets) // settings.repeats  # not the distinct ones: two pairs can have the same caption
+    times = f", drawn {settings.repeats} times" if settings.repeats > 1 else ""
+    return EvalResult(
+        title=f"{name}, {captions:,} captions of {len(set(subjects)):,} subjects{times}",
+        rows=rows, cases=cases, settings={"model": pipe.name, **vars(settings)}, sheet=sheet,
+    )  # fmt: skip
+
+
 def evaluate(
     pipe: TextToImage,
     references: ReferenceSet,
     split: str,
-    *,
-    n: int | None = None,
-    candidates: int = 16,
-    repeats: int = 1,
-    seed: int = TEST_SEEDS_FROM,
+    settings: ReferenceSettings = ReferenceSettings(),
     progress: Advance | None = None,
-) -> EvalResult:
-    """Draw the captions of `n` pictures of a split that is not empty, `repeats` times, and select the best of
-    `candidates` each time; drawing i uses `drawing_seed(seed, i)`."""
-    targets = references.split_indices(split, n, seed) * repeats
-    nearest, drawings = [], []
-    for part, batch in generate_batches(pipe, [references.captions[i] for i in targets], candidates, seed):
-        drawings.append(batch.pictures[torch.arange(len(part)), best(batch.scores, 1)[:, 0]])
-        nearest += nearest_picture(references.pictures, drawings[-1]).tolist()
-        if progress:
-            progress(len(part))
+) -> list[EvalResult]:
+    """Draw captions of a split that is not empty, and find the nearest real picture of each drawing."""
+    targets, n = references.targets(split, settings), settings.candidates
     keys, families = np.array(references.keys, object), np.array(references.families, object)
-    right, same_family = keys[targets] == keys[nearest], families[targets] == families[nearest]
-    clusters = families[targets].tolist()
-    captions = [(references.captions[t], references.captions[i]) for t, i in zip(targets, nearest, strict=True)]
-    return EvalResult.from_verdicts(
-        f"{split}, {len(set(targets)):,} captions of {len(set(clusters)):,} families, drawn {repeats} times",
-        {f"best of {candidates}": {"right picture": right, "or a variant": right | same_family}},
-        clusters,
-        [{"caption": caption, "nearest": other} for caption, other in captions],
-        {"right picture": 1 / len(references.keys)},
-        settings={"model": pipe.name, "candidates": candidates, "repeats": repeats, "seed": seed},
-        sheet=[
-            SheetRow(
-                caption=caption, right=bool(is_right),
-                pictures=[(to_image(drawing), "drawn"), (to_image(references.pictures[t]), "real")],
-            )
-            for (caption, _), is_right, drawing, t in zip(captions, right, torch.cat(drawings), targets, strict=True)
-        ],
-    )  # fmt: skip
+
+    def verdict(pictures: Tensor, targets: Sequence[int]) -> Verdicts:
+        nearest = nearest_picture(references.pictures, pictures).numpy()
+        right = keys[nearest] == keys[targets]
+        return {"right picture": right, "or a variant": right | (families[nearest] == families[targets])}
+
+    verdicts, drawings = draw_and_compare(pipe, references, targets, verdict, settings, progress)
+    sheet = [
+        SheetRow(
+            caption=references.captions[t], right=bool(right),
+            pictures=[(to_image(drawing), "drawn"), (to_image(references.pictures[t]), "real")],
+        )
+        for t, drawing, right in zip(targets, drawings, verdicts[f"best of {n}"]["right picture"], strict=True)
+    ]  # fmt: skip
+    chance = {"right picture": 1 / len(references.keys)}
+    result = comparison_result(split, pipe, references, targets, settings, verdicts, chance, sheet)
+    nearest = nearest_picture(references.pictures, drawings).tolist()
+    cases = [{**case, "nearest": references.captions[i]} for case, i in zip(result.cases, nearest, strict=True)]
+    return [replace(result, cases=cases)]

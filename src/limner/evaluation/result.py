@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from limner.errors import escape_control
-from limner.evaluation.confidence import Proportion, Quantity
+from limner.evaluation.confidence import Estimate
 from limner.evaluation.report import SheetRow
 from limner.json_files import write_json
 from limner.text_table import render_table
 
-Estimate = Proportion | Quantity
 #: By respect ("subject", "style", ...): right or not, or the share that is right, [B].
 Verdicts = dict[str, np.ndarray]
 
@@ -38,33 +37,6 @@ class EvalResult:
     settings: Mapping[str, Any] = field(default_factory=dict)
     sheet: Sequence[SheetRow] = ()
 
-    @staticmethod
-    def from_verdicts(
-        title: str,
-        verdicts: Mapping[str, Verdicts],
-        clusters: Sequence[str],
-        cases: Sequence[Mapping[str, Any]],
-        chance: Mapping[str, float],
-        **more: Any,
-    ) -> EvalResult:
-        """Return the share of right cases for each row and respect, with intervals over clusters.
-
-        Args:
-            clusters, cases: cluster and description of each case, [B].
-            chance: probability that a guess is right, by respect, for the last row.
-            more: further attributes of the result.
-        """
-        rows: dict[str, dict[str, Estimate]] = {
-            row: {respect: Proportion.from_values(values, clusters) for respect, values in by_respect.items()}
-            for row, by_respect in verdicts.items()
-        }
-        rows["chance"] = {respect: Quantity(value=value, spec=".2%") for respect, value in chance.items()}
-        detailed = [
-            {**case, **{row: {key: round(float(v[i]), 4) for key, v in by.items()} for row, by in verdicts.items()}}
-            for i, case in enumerate(cases)
-        ]
-        return EvalResult(title=title, rows=rows, cases=detailed, **more)
-
     def table(self) -> str:
         """Format the table; the first column has intervals."""
         columns = list(dict.fromkeys(column for row in self.rows.values() for column in row))
@@ -80,6 +52,11 @@ class EvalResult:
         return {"title": self.title, "rows": rows, "settings": dict(self.settings), "cases": list(self.cases)}
 
 
-def save(path: str | Path, results: Sequence[EvalResult], **more: Any) -> None:
+def tables(results: Sequence[EvalResult]) -> str:
+    """Format the tables of several results."""
+    return "\n".join(result.table() for result in results)
+
+
+def save_results(path: str | Path, results: Sequence[EvalResult], **more: Any) -> None:
     """Write results as JSON; `more` are further values."""
     write_json(path, {**more, "results": [result.to_dict() for result in results]}, indent=1, ensure_ascii=False)

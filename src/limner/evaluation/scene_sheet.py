@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,6 @@ from PIL import Image
 from torch import Tensor
 
 from limner.evaluation import report
-from limner.evaluation.composition import CompositionResult
 from limner.evaluation.generate_batches import to_image
 from limner.tasks.rendering import render
 from limner.tasks.scenes import Scene
@@ -35,14 +34,6 @@ class SceneSample:
 
     def real(self) -> Image.Image:
         return Image.fromarray(render(self.scene, self.pictures.shape[-1]))
-
-
-def scene_samples(
-    captions: Iterable[tuple[str, Scene]], pictures: Iterable[Tensor], result: CompositionResult
-) -> list[SceneSample]:
-    """Return the samples of the first captions, one for each entry of `pictures`."""
-    rows = zip(captions, pictures, result.scores, result.right, strict=False)
-    return [SceneSample(caption, scene, part, scores, right) for (caption, scene), part, scores, right in rows]
 
 
 def render_samples(samples: Sequence[SceneSample]) -> Image.Image:

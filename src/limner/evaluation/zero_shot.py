@@ -22,10 +22,10 @@ from torch import Tensor
 
 from limner.data.sample import Source
 from limner.errors import UserError
-from limner.evaluation.confidence import TEST_SEEDS_FROM, Proportion, Quantity
+from limner.evaluation.confidence import TEST_SEEDS_FROM, Estimate, proportion
 from limner.evaluation.generate_batches import attribute_key
 from limner.evaluation.nearest_neighbor import ReferenceSet
-from limner.evaluation.result import Estimate, EvalResult
+from limner.evaluation.result import EvalResult
 from limner.models.contrastive import CLIP
 from limner.progress import Advance
 from limner.tasks.rendering import render
@@ -86,10 +86,10 @@ def evaluate(model: CLIP, tokenizer: Tokenizer, task: ZeroShotTask, progress: Ad
     ranks = similarity.argsort(dim=1, descending=True, stable=True)
     labels = torch.tensor(task.labels)[:, None]
     classes, prompts = len(task.names), len(task.prompts)
-    rows: dict[str, dict[str, Estimate]] = {}
+    rows = {}
     for k in (k for k in TOP_K if k < classes):
-        right = Proportion.from_values((ranks[:, :k] == labels).any(1).numpy(), task.clusters)
-        rows[f"top {k}"] = {"accuracy": right, "chance": Quantity(value=k / classes, spec=".2%")}
+        right = proportion((ranks[:, :k] == labels).any(1).numpy(), task.clusters)
+        rows[f"top {k}"] = {"accuracy": right, "chance": Estimate(value=k / classes, spec=".2%")}
     title = f"{len(task.labels):,} pictures, {classes:,} classes, {prompts} prompts each"
     return EvalResult(title=title, rows=rows, settings={"classes": classes, "prompts": prompts})
 

@@ -5,7 +5,7 @@
     OUT/steps.json           training steps that fit the time limit on this machine
     OUT/run/                 the training run, with its bundle
     OUT/composition.json     the score over the held-out captions
-    OUT/drawings.safetensors all candidates for the captions in the report
+    OUT/drawings.safetensors scores and verdicts of all candidates, and those for the captions in the report
     OUT/report.html, OUT/contact.png
 
 Each phase writes its result, a later call skips finished phases, and training resumes from its last checkpoint.
@@ -24,26 +24,26 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from limner.atomic_io import atomic_write_bytes, exclusive_lock
 from limner.config import to_dict
 from limner.data.shard_writer import is_complete
 from limner.errors import UserError
-from limner.evaluation import report
-from limner.evaluation.composition import CompositionResult, CompositionSettings, sample_captions, score
-from limner.evaluation.scene_sheet import SceneSample, render_samples, scene_samples
-from limner.json_files import read_json, read_mapping, write_json
+from limner.evaluation import composition, report
+from limner.evaluation.result import EvalResult, save_results
+from limner.evaluation.scene_sheet import SceneSample, render_samples
+from limner.json_files import read_json, read_mapping, to_json, write_json
 from limner.pipeline import TextToImage
 from limner.progress import clock, progress
 from limner.recipes.recipe import STAGE_TITLES, PretrainedDVAE, Recipe, resolve
 from limner.runs.parallel_stage import trains_in_parallel
 from limner.runs.time_estimate import stage_step_seconds
 from limner.runs.train import train_all
-from limner.sampling.engine import Candidates
 from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from limner.tasks.scenes import Scene
 from limner.training.metrics_log import read_metrics
@@ -61,9 +61,16 @@ _CHARTED_METRICS = {
 
 def run(
     out: Path, recipe: Recipe, *, scenes: int, captions: int, candidates: int, evaluated: int, seed: int
-) -> CompositionResult:
-    """Run the phases that are not done, write the report, and return the score. The settings are the options of
-    `limner demo`: scenes to train on, captions in the report, candidates per caption, captions in the score."""
+) -> list[EvalResult]:
+    """Run the phases that are not done, write the report, and return the scores.
+
+    Args:
+        scenes: number of scenes to train on.
+        captions: number of held-out captions in the report.
+        candidates: drawings per caption.
+        evaluated: number of held-out captions in the score, including those of the report.
+        seed: of captions and drawings.
+    """
     folder, from_scratch = out / "run", not isinstance(recipe.dvae, PretrainedDVAE)
     with exclusive_lock(out):
         claim_folder(out, {"scenes": scenes, "recipe": to_dict(recipe)})
@@ -82,14 +89,19 @@ def run(
                     train_all(recipe, out / "crowded", folder, ("dvae",))
                 train_all(recipe, out / "data", folder)
             pipe = TextToImage.from_pretrained(folder)  # the stored weights, which later calls use
-        captioned = sample_captions("held-out", (1, 2), max(captions, evaluated), seed)
+        captioned = composition.sample_captions("held-out", (1, 2), max(captions, evaluated), seed)
         with timed_phase(out, "drawing"):
-            settings = CompositionSettings(candidates=candidates, best_of=(1,), seed=seed)
-            result, pictures = _draw(out, pipe, captioned, captions, settings)
-        samples = scene_samples(captioned, pictures, result)
+            settings = composition.CompositionSettings(candidates=candidates, best_of=(1,), seed=seed)
+            drawings = _draw(out, pipe, captioned, captions, settings)
+        scores, right = drawings["scores"].numpy(), drawings["right"].numpy()
+        cases = composition.scene_cases(captioned)
+        results = composition.composition_results(pipe, cases, right, scores, settings)
+        samples = [
+            SceneSample(*captioned[i], pictures, scores[i], right[i]) for i, pictures in enumerate(drawings["pictures"])
+        ]
         report.save_png(render_samples(samples), out / "contact.png")
-        report.save_page(out / "report.html", "limner demo", _page(out, recipe, pipe, scenes, samples, result))
-        return result
+        report.save_page(out / "report.html", "limner demo", _page(out, recipe, pipe, scenes, samples, results))
+        return results
 
 
 def limit_steps(recipe: Recipe, out: Path, max_seconds: float = _MAX_TRAINING_SECONDS) -> Recipe:
@@ -144,34 +156,37 @@ def write_data(folder: Path, scenes: int, kind: Literal["described", "crowded"])
 
 
 def _draw(
-    out: Path, pipe: TextToImage, captioned: Sequence[tuple[str, Scene]], shown: int, settings: CompositionSettings
-) -> tuple[CompositionResult, Tensor]:
-    """Return the scores, and the candidates of the first `shown` captions, uint8 [B, N, 3, H, W]."""
-    if saved := load_drawings(out, [caption for caption, _ in captioned], shown, settings):
-        return saved
-    first_pictures: list[Tensor] = []
+    out: Path,
+    pipe: TextToImage,
+    captioned: Sequence[tuple[str, Scene]],
+    shown: int,
+    settings: composition.CompositionSettings,
+) -> dict[str, Tensor]:
+    """Return "pictures" of the first `shown` captions, uint8 [b, N, 3, H, W], "scores" and "right" of all, [B, N]."""
+    path, key = out / "drawings.safetensors", to_json([[caption for caption, _ in captioned], to_dict(settings)])
+    if (drawings := load_drawings(path, key)) and len(drawings["pictures"]) >= shown:
+        return {**drawings, "pictures": drawings["pictures"][:shown]}
+    pictures, scores, right = list[Tensor](), list[Tensor](), list[Tensor]()
 
-    def keep_first(start: int, batch: Candidates) -> None:
-        first_pictures.extend(batch.pictures[: max(0, shown - start)])
+    def keep(i: int, drawn: Tensor, score: np.ndarray, verdicts: np.ndarray) -> None:
+        pictures.extend([drawn] if i < shown else ())
+        scores.append(torch.as_tensor(score))
+        right.append(torch.as_tensor(verdicts))
 
     with progress("drawing", len(captioned) * settings.candidates, unit="picture") as bar:
-        result = score(pipe, captioned, settings, progress=bar.advance, on_candidates=keep_first)
-    pictures = torch.stack(first_pictures)
-    atomic_write_bytes(out / "drawings.safetensors", save({"pictures": pictures}))
-    result.save(out / "composition.json")
-    return result, pictures
+        cases = composition.scene_cases(captioned)
+        results = composition.score(pipe, cases, settings, progress=bar.advance, on_drawn=keep)
+    drawings = {"pictures": torch.stack(pictures), "scores": torch.stack(scores), "right": torch.stack(right)}
+    atomic_write_bytes(path, save(drawings, {"key": key}))
+    save_results(out / "composition.json", results, model=pipe.name)
+    return drawings
 
 
-def load_drawings(
-    out: Path, captions: list[str], shown: int, settings: CompositionSettings
-) -> tuple[CompositionResult, Tensor] | None:
-    """Return what `_draw` saved earlier; None if it is missing, damaged, or of other captions or settings."""
-    with suppress(UserError, FileNotFoundError, SafetensorError, KeyError):
-        result = CompositionResult.load(out / "composition.json")
-        pictures = load_file(out / "drawings.safetensors")["pictures"]
-        saved = result.captions, result.settings["candidates"], result.settings["seed"]
-        if saved == (captions, settings.candidates, settings.seed) and len(pictures) >= shown:
-            return result, pictures[:shown]
+def load_drawings(path: Path, key: str) -> dict[str, Tensor] | None:
+    """Return the saved drawings of the captions and settings in `key`; None if the file is missing or damaged."""
+    with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
+        if (file.metadata() or {}).get("key") == key:
+            return {name: file.get_tensor(name) for name in ("pictures", "scores", "right")}
     return None
 
 
@@ -199,17 +214,20 @@ def read_numbers(path: Path) -> dict[str, float]:
 
 
 def _page(
-    out: Path, recipe: Recipe, pipe: TextToImage, scenes: int, samples: list[SceneSample], result: CompositionResult
+    out: Path,
+    recipe: Recipe,
+    pipe: TextToImage,
+    scenes: int,
+    samples: Sequence[SceneSample],
+    results: Sequence[EvalResult],
 ) -> str:
     """Return the body of the report: drawings, scores, training curves and times."""
-    k = result.best_of[-1]
-    best, first = result.rate(k), result.rate(1)
+    k = results[0].settings["candidates"]
+    names = ("any candidate", "best of 1", f"best of {k}", f"any of {k}")
+    scores = [(result.title, *(result.rows[name]["right"] for name in names)) for result in results]
+    best, first = (results[0].rows[name]["right"] for name in (f"best of {k}", "best of 1"))
     from_scratch = not isinstance(recipe.dvae, PretrainedDVAE)
     trained = "Three models were" if from_scratch else "A prior and a contrastive model were"
-    scores = [
-        (name, f"{result.single(kind).value:.1%}", result.rate(1, kind), result.rate(k, kind), result.ceiling(k, kind))
-        for name, kind in result.groups().items()
-    ]
     times = read_numbers(out / "timings.json")
     times["total"] = sum(times.values())
     charts = []
@@ -227,7 +245,7 @@ def _page(
         settings.append((STAGE_TITLES[name], f"{millions:.2f} M parameters, {steps:,} steps"))
     settings += [
         ("dVAE", "trained here" if from_scratch else "bundled"),
-        ("seed", result.settings["seed"]),
+        ("seed", results[0].settings["seed"]),
         ("torch", torch.__version__),
         ("threads", torch.get_num_threads()),
     ]
@@ -240,7 +258,7 @@ Of {best.total} captions with held-out combinations, the chosen drawing is right
 parts found the right ones (green line).</p>
 {"".join(map(_article, samples))}
 <h2>Score over {best.total} held-out captions</h2>
-{report.table(scores, ("captions", "any candidate", "best of 1", f"best of {k}", f"any of {k} right"))}
+{report.table(scores, ("captions", *names))}
 <p class="dim">With 95% intervals. Right means: number, size, fill, color and shape of all objects, their relation, and
 the background.</p>
 <h2>Training</h2>

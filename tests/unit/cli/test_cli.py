@@ -423,14 +423,15 @@ def test_folders_without_permission_are_reported_before_the_work(capsys, tmp_pat
 
 
 def test_scores_join_those_of_the_model_if_they_can(capsys, tmp_path):
-    (tmp_path / "new.json").write_text('{"table": [1], "captions": []}')
+    scores = {"title": "all", "rows": {"any": {"right": 1}}, "settings": {}}
+    (tmp_path / "new.json").write_text(json.dumps({"results": [{**scores, "cases": [1]}]}))
     pipe = tiny_pipe()
     for before, code in (({"old": 2}, 0), (0.9, 2), (None, 0)):
         pipe.info["scores"] = before
         source = pipe.save_pretrained(tmp_path / "source")
         assert main(["bundle", str(source), str(tmp_path / "out"), "--scores", str(tmp_path / "new.json")]) == code
         if code == 0:
-            assert read_info(tmp_path / "out")["scores"] == {**(before or {}), "new": [1]}
+            assert read_info(tmp_path / "out")["scores"] == {**(before or {}), "new": [scores]}
     assert "scores in config.json must be a JSON object" in capsys.readouterr().err
 
 

@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from limner.errors import UserError
 from limner.evaluation.composition import (
-    CompositionResult,
     CompositionSettings,
+    composition_results,
+    pair_cases,
     sample_captions,
     sample_pairs,
+    scene_cases,
     score,
-    score_pairs,
 )
 from limner.evaluation.confidence import TEST_SEEDS_FROM, drawing_seed
 from limner.evaluation.generate_batches import attribute_key, verdicts
+from limner.evaluation.result import save_results, tables
 from limner.sampling.engine import Candidates
+from limner.sampling.generation_config import Sampler
 from limner.tasks import captions, rendering, scenes
 from limner.tasks.verify import satisfies
 
@@ -70,8 +72,7 @@ def as_tensor(pictures):
 class Painter:
     """Stub of a pipeline: some candidates are the real scene, the rest are empty."""
 
-    name, guidance = "painter", 1.0
-    dvae = SimpleNamespace(config=SimpleNamespace(grid=(2, 3)))
+    name, defaults = "painter", SimpleNamespace(sampler=Sampler())
 
     def __init__(self, captioned, right, marks):
         self.scenes = {caption: (scene, r, m) for (caption, scene), r, m in zip(captioned, right, marks, strict=True)}
@@ -101,60 +102,44 @@ def example():
 
 def test_best_of_k_is_the_highest_score_among_the_first_k():
     captioned, right, marks = example()
-    painter, advanced = Painter(captioned, right, marks), []
-    result = score(
-        painter, captioned, CompositionSettings(candidates=3, best_of=(1, 2, 3, 64), seed=5), progress=advanced.append
-    )
-    assert result.right.tolist() == [[bool(r) for r in row] for row in right]
-    assert result.best_of == (1, 2, 3)
-    assert [result.rate(k).right for k in (1, 2, 3)] == [1, 2, 2]
-    assert [result.ceiling(k).right for k in (1, 2, 3)] == [1, 2, 3]
-    assert [result.rate(3, kind).right for kind in ("1 object", "2 objects")] == [0, 2]
-    assert result.single().value == pytest.approx(3 / 12)
+    painter, advanced, drawn = Painter(captioned, right, marks), [], []
+    settings = CompositionSettings(candidates=3, best_of=(1, 2, 3, 64), seed=5)
+    cases = scene_cases(captioned)
+    results = score(painter, cases, settings, progress=advanced.append, on_drawn=lambda *case: drawn.append(case))
+    assert [case[0] for case in drawn] == [0, 1, 2, 3]
+    assert [case[3].tolist() for case in drawn] == [[bool(r) for r in row] for row in right]
+    everything, one, two = ({name: row["right"] for name, row in result.rows.items()} for result in results)
+    assert [everything[f"best of {k}"].right for k in (1, 2, 3)] == [1, 2, 2]
+    assert [everything[f"any of {k}"].right for k in (1, 2, 3)] == [1, 2, 3]
+    assert "best of 64" not in everything
+    assert [kind["best of 3"].right for kind in (one, two)] == [0, 2]
+    assert everything["any candidate"].value == pytest.approx(3 / 12)
+    assert everything["best of 2 minus best of 1"].value == pytest.approx(1 / 4)
     assert sum(advanced) == 12
     assert painter.seeds == [5_000_000, 5_000_001, 5_000_002, 5_000_003]  # one per caption
+    arrays = np.array(right, bool), np.array(marks, np.float32)
+    assert composition_results(painter, cases, *arrays, settings) == results
 
 
-WRONG_SETTINGS = (
-    ("candidates", 10**15), ("candidates", "3"), ("candidates", 1e999), ("seed", "x"), ("seed", None), ("best_of", 3),
-    ("best_of", ["1"]), ("best_of", [-1]),
-)  # fmt: skip
-WRONG_ROWS = (
-    ("caption", None), ("kind", []), ("kind", 3), ("combination", {}), ("right", [10**300]), ("right", ["x"]),
-    ("scores", [0.5]), ("scores", ["x"] * 3),
-)  # fmt: skip
-
-
-def test_saved_results_load_unchanged_and_the_table_has_all_groups(tmp_path):
+def test_the_file_has_all_groups_and_cases_and_the_table_agrees(tmp_path):
     captioned, right, marks = example()
-    result = score(
-        Painter(captioned, right, marks),
-        captioned,
-        CompositionSettings(candidates=3, best_of=(1, 3)),
-        progress=lambda _: None,
-    )
-    path = tmp_path / "result.json"
-    result.save(path)
-    table = json.loads(path.read_text())["table"]
-    assert table["all"]["best of 3"]["rate"] == 0.5
-    assert table["1 object"]["best of 3"]["total"] == 2
-    loaded = CompositionResult.load(path)
-    assert loaded.table() == result.table()
-    assert loaded.settings == result.settings
-    for text in ("all, 4 captions", "1 object, 2", "2 objects, 2", "best of 3", "ceiling", "best of 3 over best of 1"):
-        assert text in result.table()
-    assert all(len(line) < 80 for line in result.table().splitlines())
-    assert loaded.to_dict() == result.to_dict()
-    data = json.loads(path.read_text())
-    assert data["captions"][2]["seed"] == 2
-    del data["captions"][2]["combination"]
-    good = json.loads(path.read_text())
-    wrong = [{**good, "settings": {**good["settings"], key: value}} for key, value in WRONG_SETTINGS]
-    wrong += [{**good, "captions": [{**row, key: value} for row in good["captions"]]} for key, value in WRONG_ROWS]
-    for text in ("", "null", "[]", "{}", json.dumps(data), *map(json.dumps, wrong)):
-        path.write_text(text)
-        with pytest.raises(UserError, match="not a result|not valid JSON"):
-            CompositionResult.load(path)
+    settings = CompositionSettings(candidates=3, best_of=(1, 3))
+    results = score(Painter(captioned, right, marks), scene_cases(captioned), settings, progress=lambda _: None)
+    save_results(tmp_path / "result.json", results)
+    everything, one, two = json.loads((tmp_path / "result.json").read_text())["results"]
+    assert everything["rows"]["best of 3"]["right"]["value"] == 0.5
+    assert one["rows"]["best of 3"]["right"]["total"] == 2
+    assert everything["cases"][2]["seed"] == 2 and everything["cases"][0]["right"] == [1] and not two["cases"]
+    for text in (
+        "all, 4 captions",
+        "1 object, 2",
+        "2 objects, 2",
+        "best of 3",
+        "any of 3",
+        "best of 3 minus best of 1",
+    ):
+        assert text in tables(results)
+    assert all(len(line) < 80 for line in tables(results).splitlines())
 
 
 def test_equal_pictures_get_equal_verdicts():
@@ -173,7 +158,7 @@ def test_equal_pictures_get_equal_verdicts():
 class Copier:
     """Stub of a pipeline with prompts: candidate 0 is the real pair, candidate 1 repeats the upper half below."""
 
-    name, guidance = "copier", 1.0
+    name, defaults = "copier", SimpleNamespace(sampler=Sampler())
     dvae = SimpleNamespace(config=SimpleNamespace(grid=(12, 12), size=48))
 
     def prime(self, image, keep_rows):
@@ -189,7 +174,8 @@ class Copier:
 def test_a_pair_is_right_if_its_lower_half_shows_the_transform_of_the_caption():
     captioned = sample_pairs(n=12, seed=1)
     assert captioned[:3] == sample_pairs(n=3, seed=1)
-    result = score_pairs(Copier(), captioned, CompositionSettings(candidates=2, best_of=(1, 2)))
-    assert set(result.kinds) == {pair.transform for _, pair in captioned} >= {"sketch", "upside down", "grayscale"}
-    assert result.right[:, 0].all()
-    assert not result.right[:, 1].any()
+    cases = pair_cases(Copier(), captioned)
+    results = score(Copier(), cases, CompositionSettings(candidates=2, best_of=(1, 2)))
+    assert {case["kind"] for case in results[0].cases} == {pair.transform for _, pair in captioned}
+    assert {"sketch", "upside down", "grayscale"} <= {result.title.split(",")[0] for result in results}
+    assert [case["right"] for case in results[0].cases] == [[0]] * 12  # only the real pair

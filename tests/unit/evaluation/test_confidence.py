@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, t
 
-from limner.evaluation.confidence import PairedDifference, Proportion, t_quantile, wilson
+from limner.evaluation.confidence import paired_difference, proportion, t_quantile, wilson
 
 
 @pytest.mark.parametrize(("right", "total"), [(0, 9), (9, 9), (43, 50), (1, 300)])
 def test_the_interval_is_wilsons(right, total):
     expected = binomtest(right, total).proportion_ci(method="wilson")
     assert wilson(right / total, total) == pytest.approx((expected.low, expected.high), abs=1e-4)
-    independent = Proportion.from_values(np.arange(total) < right, [str(i) for i in range(total)])
+    independent = proportion(np.arange(total) < right, [str(i) for i in range(total)])
     assert (independent.right, independent.total) == (right, total)
     assert independent.high - independent.low == pytest.approx(expected.high - expected.low, rel=0.2)
 
@@ -33,7 +33,7 @@ def test_95_percent_of_intervals_cover_the_mean_over_all_clusters(n, a, b):
     rng, covered, naive = np.random.default_rng(n + a), 0, 0
     for _ in range(400):
         verdicts, clusters = clustered(rng, n, a=a, b=b)
-        rate = Proportion.from_values(verdicts, clusters)
+        rate = proportion(verdicts, clusters)
         covered += rate.low <= a / (a + b) <= rate.high
         low, high = wilson(rate.value, n)
         naive += low <= a / (a + b) <= high
@@ -43,12 +43,12 @@ def test_95_percent_of_intervals_cover_the_mean_over_all_clusters(n, a, b):
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_the_interval_is_not_empty_at_0_and_1(value):
-    rate = Proportion.from_values(np.full(64, value), [f"c{i % 27}" for i in range(64)])
+    rate = proportion(np.full(64, value), [f"c{i % 27}" for i in range(64)])
     assert rate.low <= value <= rate.high
     assert 0.03 < rate.high - rate.low < 0.1
-    single = Proportion.from_values(np.full(64, value), ["c"] * 64)
+    single = proportion(np.full(64, value), ["c"] * 64)
     assert single.high - single.low > 0.7  # a single cluster hardly constrains the mean
-    assert 0 < Proportion.from_values(np.array([value]), ["c"]).high <= 1
+    assert 0 < proportion(np.array([value]), ["c"]).high <= 1
 
 
 def test_a_difference_is_paired():
@@ -56,14 +56,12 @@ def test_a_difference_is_paired():
     baseline, clusters = clustered(rng)
     values = baseline.copy()
     values[rng.permutation(np.flatnonzero(~baseline))[:30]] = True
-    gain = PairedDifference.from_values(values, baseline, clusters)
+    gain = paired_difference(values, baseline, clusters)
     assert gain.value == pytest.approx(30 / 1_024)
     assert 0 < gain.low < gain.value < gain.high < 0.06  # although the two separate intervals overlap
-    assert Proportion.from_values(values, clusters).low < Proportion.from_values(baseline, clusters).high
-    assert str(gain).endswith("better") and str(PairedDifference.from_values(baseline, values, clusters)).endswith(
-        "worse"
-    )
-    same = PairedDifference.from_values(baseline, baseline, clusters)
+    assert proportion(values, clusters).low < proportion(baseline, clusters).high
+    assert str(gain).endswith("better") and str(paired_difference(baseline, values, clusters)).endswith("worse")
+    same = paired_difference(baseline, baseline, clusters)
     assert same.low < 0 == same.value < same.high < 0.01
     assert str(same).endswith("not significant")
 
@@ -71,7 +69,7 @@ def test_a_difference_is_paired():
 @pytest.mark.parametrize("each", [(1, 1), (1, 0), (1, 0, 0)])
 def test_equal_differences_in_few_clusters_keep_a_wide_interval(each):
     values, clusters = np.array(each * 2, float), ["a"] * len(each) + ["b"] * len(each)
-    gain = PairedDifference.from_values(values, np.zeros(len(values)), clusters)
+    gain = paired_difference(values, np.zeros(len(values)), clusters)
     assert gain.value == pytest.approx(np.mean(each))
     assert gain.value - gain.low > 0.3
     assert gain.high == 1.0 or gain.high - gain.value > 0.3
@@ -83,7 +81,7 @@ def test_95_percent_of_difference_intervals_cover_the_mean():
         shift = rng.normal(0.03, 0.05, 30)
         index = rng.integers(30, size=1_024)
         differences = np.sign(shift[index]) * (rng.random(1_024) < abs(shift[index]))
-        gain = PairedDifference.from_values(differences.clip(0), (-differences).clip(0), [str(k) for k in index])
+        gain = paired_difference(differences.clip(0), (-differences).clip(0), [str(k) for k in index])
         covered += gain.low <= 0.03 <= gain.high
     assert covered >= 0.91 * 300
 
@@ -91,4 +89,4 @@ def test_95_percent_of_difference_intervals_cover_the_mean():
 def test_values_without_clusters_raise():
     for values, clusters in (([], []), ([1.0], []), ([1.0], ["a", "b"])):
         with pytest.raises(ValueError):
-            Proportion.from_values(np.array(values), clusters)
+            proportion(np.array(values), clusters)

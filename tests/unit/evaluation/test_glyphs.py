@@ -12,9 +12,8 @@ from limner.errors import UserError
 from limner.evaluation.glyphs import StyleRanks, evaluate, style_accuracy, style_data
 from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
 from limner.evaluation.icon_pictures import Icons
-from limner.evaluation.icons import IconSettings
-from limner.evaluation.nearest_neighbor import ReferenceSet
-from limner.evaluation.result import save
+from limner.evaluation.nearest_neighbor import ReferenceSet, ReferenceSettings
+from limner.evaluation.result import save_results
 from limner.sampling.engine import Candidates
 from limner.sampling.generation_config import Sampler
 from tiny import tiny_pipe
@@ -75,7 +74,7 @@ class Artist:
 
 
 def rates(icons, classifier, draws, split="combination"):
-    results = evaluate(Artist(draws), icons, classifier, split, IconSettings(candidates=2))
+    results = evaluate(Artist(draws), icons, classifier, split, ReferenceSettings(candidates=2))
     return [{row: {key: rate.value for key, rate in r.items()} for row, r in x.rows.items()} for x in results]
 
 
@@ -83,7 +82,7 @@ def test_correct_drawings_are_right(icons, classifier):
     result, _ = rates(icons, classifier, glyph)
     assert result["best of 2"] == {"subject": 1, "top 5": 1, "style": 1, "both": 1}
     assert result["any candidate"]["subject"] == pytest.approx(0.5, abs=0.26)
-    assert result["real icons"]["both"] == 1
+    assert result["real pictures"]["both"] == 1
 
 
 def test_another_style_or_another_subject_is_wrong(icons, classifier):
@@ -100,11 +99,11 @@ def test_a_copy_has_the_subject_in_another_style(icons, classifier):
 
 
 def test_icons_that_the_set_lacks_are_reported_alone(icons, classifier):
-    both, lacking = evaluate(Artist(glyph), icons, classifier, "combination", IconSettings(candidates=2))
+    both, lacking = evaluate(Artist(glyph), icons, classifier, "combination", ReferenceSettings(candidates=2))
     assert len(both.cases) == 2 and [case["caption"] for case in lacking.cases] == ["disk, b"]
     assert lacking.rows["best of 2"]["subject"].total == 1
     assert "icons that the set lacks, 1 captions of 1 subjects" in lacking.table()
-    assert len(evaluate(Artist(glyph), icons, classifier, "train", IconSettings(candidates=2))) == 1
+    assert len(evaluate(Artist(glyph), icons, classifier, "train", ReferenceSettings(candidates=2))) == 1
 
 
 def test_ranks_count_nearer_icons_of_the_style_and_equal_icons_do_not_count(icons):
@@ -143,9 +142,9 @@ def test_the_classifier_sees_only_training_icons(icons, classifier):
 
 
 def test_tables_fit_and_json_is_written(icons, classifier, tmp_path):
-    results = evaluate(Artist(glyph), icons, classifier, "combination", IconSettings(candidates=2))
+    results = evaluate(Artist(glyph), icons, classifier, "combination", ReferenceSettings(candidates=2))
     assert all(len(line) <= 80 for result in results for line in result.table().splitlines())
-    save(tmp_path / "glyphs.json", results, classifier={"style": 1.0})
+    save_results(tmp_path / "glyphs.json", results, classifier={"style": 1.0})
     assert len(json.loads((tmp_path / "glyphs.json").read_text())["results"]) == 2
 
 

@@ -24,9 +24,9 @@ from limner.evaluation.icon_pictures import (
     grid_cells,
     render_grid,
 )
-from limner.evaluation.icons import IconSettings, accuracy, enlarge_middle, evaluate, evaluate_pairs
-from limner.evaluation.nearest_neighbor import ReferenceSet
-from limner.evaluation.result import save
+from limner.evaluation.icons import accuracy, enlarge_middle, evaluate, evaluate_pairs
+from limner.evaluation.nearest_neighbor import ReferenceSet, ReferenceSettings
+from limner.evaluation.result import save_results
 from limner.sampling.engine import Candidates
 from limner.sampling.generation_config import Sampler
 from tiny import tiny_pipe
@@ -95,19 +95,19 @@ def test_data_without_subjects_raises(icons, tmp_path):
 
 
 def test_correct_drawings_are_right_and_a_single_style_is_right_only_in_the_subject(icons, classifier):
-    settings = IconSettings(candidates=2, repeats=3)
-    right = evaluate(Artist(depicted), icons, classifier, "combination", settings).rows
+    settings = ReferenceSettings(candidates=2, repeats=3)
+    right = evaluate(Artist(depicted), icons, classifier, "combination", settings)[0].rows
     assert right["best of 2"]["subject and style"].value == 1
     assert right["best of 2, nearest picture"]["subject and style"].value == 1
     assert right["any candidate"]["subject and style"].value == 0.5
     assert right["real pictures"]["subject and style"].total == 3
     flat = Artist(lambda caption: depicted(caption.replace("night", "flat").replace("dark", "flat")))
-    trained_on = evaluate(flat, icons, classifier, "train", IconSettings(candidates=2)).rows["best of 2"]
+    trained_on = evaluate(flat, icons, classifier, "train", ReferenceSettings(candidates=2))[0].rows["best of 2"]
     wrong_style = np.mean([icons.styles[i] in ("night", "dark") for i in icons.references.split_indices("train")])
     assert trained_on["subject"].value > 0.9
     assert trained_on["style"].value == pytest.approx(1 - wrong_style, abs=0.1)
     assert trained_on["subject and style"].value <= trained_on["style"].value
-    worst = evaluate(Artist(depicted, likes=0), icons, classifier, "train", IconSettings(candidates=2)).rows
+    worst = evaluate(Artist(depicted, likes=0), icons, classifier, "train", ReferenceSettings(candidates=2))[0].rows
     assert worst["best of 2"]["subject and style"].value < 0.25 < worst["any candidate"]["subject and style"].value
 
 
@@ -126,7 +126,7 @@ def test_a_copy_is_the_training_picture_of_the_subject_in_the_nearest_style(icon
     )
     assert (icons.references.families[copied], icons.styles[copied]) == (HELD_OUT[0], "dark")
     assert icons.nearest_style_copies(icons.references.split_indices("subject")) == [None] * len(STYLES)
-    rates = evaluate(Artist(depicted), icons, classifier, "combination", IconSettings(candidates=2)).rows
+    rates = evaluate(Artist(depicted), icons, classifier, "combination", ReferenceSettings(candidates=2))[0].rows
     copy = rates["copies from nearest style"]
     assert (copy["subject"].value, copy["style"].value, copy["subject and style"].value) == (1, 0, 0)
     assert held not in icons.nearest_style_copies(icons.references.split_indices("train"))
@@ -151,8 +151,8 @@ def test_verdicts_on_pairs_depend_on_the_lower_half_below_the_real_upper_half(ic
         turned = flat.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
         return tensor(pair(flat, turned if "upside" in caption else picture(subject, "dark")))
 
-    artist, settings = Artist(draws), IconSettings(candidates=2)
-    style = evaluate_pairs(artist, icons, classifier, "style", settings)
+    artist, settings = Artist(draws), ReferenceSettings(candidates=2)
+    (style,) = evaluate_pairs(artist, icons, classifier, "style", settings)
     assert style.rows["best of 2"]["subject and style"].value == 1
     assert style.rows["real lower halves"]["subject and style"].value == 1
     (prompt,) = artist.prompts
@@ -161,13 +161,13 @@ def test_verdicts_on_pairs_depend_on_the_lower_half_below_the_real_upper_half(ic
     other.pairs.pictures[:, :, 12:] //= 2
     evaluate_pairs(artist, other, classifier, "style", settings)
     assert torch.equal(artist.prompts[-1], prompt)  # prompts are independent of the lower halves
-    turned = evaluate_pairs(artist, icons, classifier, "upside down", settings)
+    (turned,) = evaluate_pairs(artist, icons, classifier, "upside down", settings)
     assert turned.rows["best of 2"]["right"].value == 1
     assert turned.rows["chance"]["right"].value == 0.5
     other = Artist(lambda caption: draws(caption.replace("circle", "square")))
-    assert evaluate_pairs(other, icons, classifier, "upside down", settings).rows["best of 2"]["right"].value == 0.5
+    assert evaluate_pairs(other, icons, classifier, "upside down", settings)[0].rows["best of 2"]["right"].value == 0.5
     top = Artist(lambda caption: draws(caption).flip(1))  # correct half at the wrong position
-    assert evaluate_pairs(top, icons, classifier, "style", settings).rows["best of 2"]["style"].value == 0
+    assert evaluate_pairs(top, icons, classifier, "style", settings)[0].rows["best of 2"]["style"].value == 0
 
 
 def test_the_middle_of_a_lower_half_is_enlarged():
@@ -178,11 +178,11 @@ def test_the_middle_of_a_lower_half_is_enlarged():
 
 
 def test_tables_and_json_agree(icons, classifier, tmp_path):
-    settings = IconSettings(captions=3, candidates=2)
-    results = [evaluate(Artist(depicted), icons, classifier, "train", settings)]
-    results += [evaluate_pairs(tiny_pipe(), icons, classifier, "upside down", settings)]
+    settings = ReferenceSettings(captions=3, candidates=2)
+    results = evaluate(Artist(depicted), icons, classifier, "train", settings)
+    results += evaluate_pairs(tiny_pipe(), icons, classifier, "upside down", settings)
     assert min(accuracy(classifier, icons).values()) > 0.9
-    save(tmp_path / "icons.json", results)
+    save_results(tmp_path / "icons.json", results)
     written = json.loads((tmp_path / "icons.json").read_text())
     for part, result in zip(written["results"], results, strict=True):
         table = result.table()
@@ -192,7 +192,7 @@ def test_tables_and_json_agree(icons, classifier, tmp_path):
             if row == "chance":
                 continue
             mean = np.mean([case[row][respect] for case in part["cases"]])
-            assert mean == pytest.approx(rates[respect]["rate"], abs=1e-3)
+            assert mean == pytest.approx(rates[respect]["value"], abs=1e-3)
             assert row in table and f"{mean:.1%}" in table
     assert len(written["results"][0]["cases"]) == 3
     assert re.search(r"^chance +5.00%", results[0].table(), re.M)

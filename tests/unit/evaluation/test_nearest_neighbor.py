@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from limner.evaluation.generate_batches import to_image
-from limner.evaluation.nearest_neighbor import ReferenceSet, evaluate, nearest_picture
+from limner.evaluation.nearest_neighbor import ReferenceSet, ReferenceSettings, evaluate, nearest_picture
 from tiny import WORDS, tiny_pipe
 
 
@@ -44,18 +44,18 @@ def test_right_and_related_are_counted(references):
     references.pictures[2] = picture  # same family as 0, another key
     drawing = pipe(WORDS[1], candidates=3, seed=0)[0]
     references.pictures[1] = torch.from_numpy(np.array(drawing.image)).permute(2, 0, 1)
-    trained = evaluate(pipe, references, "train", n=None, candidates=3, seed=0)
+    (trained,) = evaluate(pipe, references, "train", ReferenceSettings(candidates=3, seed=0))
     assert trained.cases[0]["nearest"] == "a"
     assert trained.cases[0]["best of 3"] == {"right picture": 0, "or a variant": 1}
-    held_out = evaluate(pipe, references, "held-out", candidates=3, seed=0)
+    (held_out,) = evaluate(pipe, references, "held-out", ReferenceSettings(candidates=3, seed=0))
     row = held_out.rows["best of 3"]
     assert (row["right picture"].right, row["right picture"].total, row["or a variant"].right) == (1, 1, 1)
     assert held_out.rows["chance"]["right picture"].value == 1 / 6
     assert trained.title.startswith("train, ") and "best of 3" in trained.table()
-    again = evaluate(pipe, references, "held-out", candidates=3, repeats=5, seed=0)
+    (again,) = evaluate(pipe, references, "held-out", ReferenceSettings(candidates=3, repeats=5, seed=0))
     row = again.rows["best of 3"]["right picture"]
     assert row.total == 5 and row.high - row.low > 0.5  # a single cluster
     drawn = [sheet_row.pictures[0][0].tobytes() for sheet_row in again.sheet]
     assert len(drawn) == 5 and drawn[0] != drawn[1]  # independent noise
     assert again.sheet[0].pictures[1][0].tobytes() == to_image(references.pictures[1]).tobytes()
-    assert "1 captions of 1 families, drawn 5 times" in again.table()
+    assert "1 captions of 1 subjects, drawn 5 times" in again.table()

@@ -3,7 +3,6 @@
 import pytest
 
 from limner.errors import UserError
-from limner.evaluation.composition import CompositionSettings
 from limner.recipes import presets
 from limner.runs import demo
 from limner.runs.demo import limit_steps
@@ -64,7 +63,7 @@ def test_damaged_numbers_are_measured_again(tmp_path, monkeypatch):
         with demo.timed_phase(tmp_path, "prior"), demo.timed_phase(tmp_path, "drawing"):
             pass
         assert {"prior", "drawing"} <= demo.read_numbers(tmp_path / "timings.json").keys()
-        assert demo.load_drawings(tmp_path, [], 0, CompositionSettings()) is None
+        assert demo.load_drawings(tmp_path / "steps.json", "key") is None
     (tmp_path / "steps.json").write_text('{"prior": 1e9, "contrastive": -3.5}')  # clamped to the recipe's steps
     recipe = limit_steps(presets.demo(), tmp_path)
     assert (recipe.prior.training.steps, recipe.contrastive.training.steps) == (3_000, 1)

@@ -17,21 +17,22 @@ from limner.cli.evaluate.options import (
     ScoreEmoji,
     ScoreGlyphs,
     ScoreIcons,
+    ScoreOptions,
     ScorePairs,
     ScoreReconstruction,
     ScoreZeroShot,
 )  # fmt: skip
 from limner.errors import UserError, escape_control
-from limner.progress import clock, progress
+from limner.progress import Advance, clock, progress
 
 if TYPE_CHECKING:
     from limner.evaluation.icon_classifier import IconClassifier, LabeledIcons
     from limner.evaluation.icon_pictures import Icons
+    from limner.evaluation.nearest_neighbor import ReferenceSettings
+    from limner.evaluation.result import EvalResult
     from limner.pipeline import TextToImage
-    from limner.sampling.engine import Candidates
 
 _MOSAIC_CAPTIONS, _MOSAIC_DRAWINGS = 8, 48
-_Part = tuple[str, int, Callable[..., Any]]  # name of a part of icon data, its number of captions, and its evaluation
 _MIN_ACCURACY = 0.9  # of the classifier of icons on its training pictures; below, it is unreliable
 
 
@@ -45,38 +46,41 @@ def composition(options: ScoreComposition) -> None:
     """do drawings of scenes show what their captions say?"""
     if not options.objects:
         raise UserError("--objects needs at least one number from 1 to 4")
-    from limner.evaluation.composition import CompositionSettings, sample_captions, score
+    from limner.evaluation.composition import CompositionSettings, sample_captions, scene_cases, score
     from limner.evaluation.report import save_png
-    from limner.evaluation.scene_sheet import render_samples, scene_samples
+    from limner.evaluation.result import tables
+    from limner.evaluation.scene_sheet import SceneSample, render_samples
 
     pipe = _load_scene_model(options.model)
     captions = sample_captions(options.split, options.objects, options.captions, options.seed)
     settings = CompositionSettings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
-    start_time, pictures = time.monotonic(), []
+    start_time, samples = time.monotonic(), list[SceneSample]()
 
-    def keep_first(start: int, candidates: Candidates) -> None:
-        pictures.extend(candidates.pictures[: max(0, _MOSAIC_CAPTIONS - start)])
+    def keep_first(i: int, *drawn: Any) -> None:
+        if i < _MOSAIC_CAPTIONS:
+            samples.append(SceneSample(*captions[i], *drawn))
 
     with progress("drawing and checking", len(captions) * options.candidates, unit="drawing") as bar:
-        result = score(pipe, captions, settings, progress=bar.advance, on_candidates=keep_first)
+        results = score(pipe, scene_cases(captions), settings, progress=bar.advance, on_drawn=keep_first)
     elapsed = clock(time.monotonic() - start_time)
-    print(f"{escape_control(pipe.name)}, {options.split} combinations, {elapsed}\n{result.table()}")
+    print(f"{escape_control(pipe.name)}, {options.split} combinations, {elapsed}\n{tables(results)}")
     if options.mosaic:
-        _write(options.mosaic, partial(save_png, render_samples(scene_samples(captions, pictures, result))))
-    _write(options.output, result.save)
+        _write(options.mosaic, partial(save_png, render_samples(samples)))
+    _save(options, results, model=pipe.name)
 
 
 def pairs(options: ScorePairs) -> None:
     """given the upper half, does the lower half match the caption?"""
-    from limner.evaluation.composition import CompositionSettings, sample_pairs, score_pairs
+    from limner.evaluation.composition import CompositionSettings, pair_cases, sample_pairs, score
+    from limner.evaluation.result import tables
 
     pipe = _load_scene_model(options.model)
     samples = sample_pairs(options.split, options.pairs, options.seed)
     settings = CompositionSettings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
     with progress("drawing and checking", len(samples) * options.candidates, unit="drawing") as bar:
-        result = score_pairs(pipe, samples, settings, progress=bar.advance)
-    print(f"{escape_control(pipe.name)}, {options.split} combinations\n{result.table()}")
-    _write(options.output, result.save)
+        results = score(pipe, pair_cases(pipe, samples), settings, progress=bar.advance)
+    print(f"{escape_control(pipe.name)}, {options.split} combinations\n{tables(results)}")
+    _save(options, results, model=pipe.name)
 
 
 def reconstruction(options: ScoreReconstruction) -> None:
@@ -86,7 +90,6 @@ def reconstruction(options: ScoreReconstruction) -> None:
     from limner.data.datasets import ImageCaptionDataset
     from limner.data.open_source import open_source
     from limner.evaluation.reconstruction import fresh_scenes, measure
-    from limner.evaluation.result import save
     from limner.pipeline import load
 
     pipe = load(options.model)
@@ -104,13 +107,12 @@ def reconstruction(options: ScoreReconstruction) -> None:
     with progress("reconstructing", len(pictures), unit="picture") as bar:
         result = measure(pipe.dvae, pictures, check_scenes=options.data is None, progress=bar.advance)
     print(f"{escape_control(pipe.name)}\n{result.table()}")
-    _write(options.output, lambda path: save(path, [result], model=pipe.name))
+    _save(options, [result], model=pipe.name)
 
 
 def zero_shot(options: ScoreZeroShot) -> None:
     """does the contrastive model recognize classes by name?"""
     from limner.data.open_source import open_source
-    from limner.evaluation.result import save
     from limner.evaluation.zero_shot import dataset_task, evaluate, scene_task
     from limner.runs.stages import load_reranker
 
@@ -125,7 +127,7 @@ def zero_shot(options: ScoreZeroShot) -> None:
     with progress("classifying prompts and pictures", total, unit="text or picture") as bar:
         result = evaluate(model, tokenizer, task, bar.advance)
     print(f"{escape_control(name)}, {options.split}\n{result.table()}")
-    _write(options.output, lambda path: save(path, [result], model=name))
+    _save(options, [result], model=name)
 
 
 def emoji(options: ScoreEmoji) -> None:
@@ -135,29 +137,20 @@ def emoji(options: ScoreEmoji) -> None:
     from limner.data.open_source import open_source
     from limner.evaluation.nearest_neighbor import ReferenceSet, evaluate
     from limner.evaluation.report import contact_sheet, save_png
-    from limner.evaluation.result import save
     from limner.pipeline import load
 
     source, pipe = open_source(options.data), load(options.model)
     references = ReferenceSet.from_source(source, pipe.dvae.config.size)
     results = []
-    for split in splits:
-        total = len(references.split_indices(split, options.captions, options.seed)) * options.repeats
-        if total == 0:
-            continue
-        with progress(f"drawing, {split}", total, unit="drawing") as bar:
-            result = evaluate(
-                pipe, references, split, n=options.captions, candidates=options.candidates, repeats=options.repeats,
-                seed=options.seed, progress=bar.advance,
-            )  # fmt: skip
-        results.append(result)
-        print(result.table())
-        if mosaic:
-            sheet = contact_sheet(result.sheet[:_MOSAIC_DRAWINGS], columns=_MOSAIC_CAPTIONS // 2)
-            _write(mosaics[split], partial(save_png, sheet))
+    for split in ("train", "held-out"):
+        for result in _draw_split(options, split, references.splits, partial(evaluate, pipe, references, split)):
+            results.append(result)
+            if options.mosaic:
+                sheet = contact_sheet(result.sheet[:_MOSAIC_DRAWINGS], columns=_MOSAIC_CAPTIONS // 2)
+                _write(mosaics[split], partial(save_png, sheet))
     if not results:
         raise UserError(f"{options.data} lacks readable pictures: inspect it with `limner data show`")
-    _write(options.output, lambda path: save(path, results, model=pipe.name))
+    _save(options, results, model=pipe.name)
 
 
 def icons(options: ScoreIcons) -> None:
@@ -172,10 +165,14 @@ def icons(options: ScoreIcons) -> None:
     if min(accuracy.values()) < _MIN_ACCURACY:
         advice = f"train it longer (--classifier-steps {2 * options.classifier_steps})"
         warnings.warn(f"the classifier is unreliable even on its training pictures: {advice}", stacklevel=2)
-    kinds = data.pairs.splits
-    parts: list[_Part] = [(split, data.references.splits.count(split), evaluation.evaluate) for split in SPLITS]
-    parts += [(kind, kinds.count(kind), evaluation.evaluate_pairs) for kind in sorted(set(kinds))]
-    _score_icons(options, pipe, data, classifier, accuracy, parts)
+    results = []
+    for name in SPLITS:
+        evaluate = partial(evaluation.evaluate, pipe, data, classifier, name)
+        results += _draw_split(options, name, data.references.splits, evaluate)
+    for name in sorted(set(data.pairs.splits)):
+        evaluate = partial(evaluation.evaluate_pairs, pipe, data, classifier, name)
+        results += _draw_split(options, name, data.pairs.splits, evaluate)
+    _save(options, results, model=pipe.name, classifier=accuracy)
 
 
 def glyphs(options: ScoreGlyphs) -> None:
@@ -186,8 +183,11 @@ def glyphs(options: ScoreGlyphs) -> None:
     pipe, data, classifier = _open_icons(options, evaluation.style_data)
     accuracy = evaluation.style_accuracy(classifier, data)
     print(f"classifier accuracy on held-out icons: style {accuracy:.1%} of {len(classifier.styles)}")
-    parts = [(split, data.references.splits.count(split), evaluation.evaluate) for split in SPLITS]
-    _score_icons(options, pipe, data, classifier, {"style": accuracy}, parts)
+    results = []
+    for split in SPLITS:
+        evaluate = partial(evaluation.evaluate, pipe, data, classifier, split)
+        results += _draw_split(options, split, data.references.splits, evaluate)
+    _save(options, results, model=pipe.name, classifier={"style": accuracy})
 
 
 def _open_icons(
@@ -210,24 +210,26 @@ def _open_icons(
         return pipe, data, train_classifier(chosen, folder, config, bar)
 
 
-def _score_icons(
-    options: ScoreIcons, pipe: TextToImage, data: Icons, classifier: IconClassifier,
-    accuracy: dict[str, float], parts: Sequence[_Part],
-) -> None:  # fmt: skip
-    """Draw and score the captions of each part of the data that has any; print and write the results."""
-    from limner.evaluation.icons import IconSettings
-    from limner.evaluation.result import EvalResult, save
+def _draw_split(
+    options: ScoreEmoji | ScoreIcons,
+    split: str,
+    splits: Sequence[str],
+    evaluate: Callable[[ReferenceSettings, Advance], list[EvalResult]],
+) -> list[EvalResult]:
+    """Evaluate a split of `splits`, those of all pictures, and print the tables. A split without pictures has none."""
+    from limner.evaluation.nearest_neighbor import ReferenceSettings
+    from limner.evaluation.result import tables
 
-    settings = IconSettings(**{key: getattr(options, key) for key in ("captions", "candidates", "repeats", "seed")})
-    results: list[EvalResult] = []
-    for name, count, evaluate in parts:
-        if total := min(count, settings.captions) * settings.repeats * settings.candidates:
-            with progress(f"drawing, {escape_control(name)}", total, unit="drawing") as bar:
-                scored = evaluate(pipe, data, classifier, name, settings, bar.advance)
-            scored = [scored] if isinstance(scored, EvalResult) else scored
-            print("\n".join(result.table() for result in scored))
-            results += scored
-    _write(options.output, lambda path: save(path, results, model=pipe.name, classifier=accuracy))
+    settings = ReferenceSettings(
+        captions=options.captions, candidates=options.candidates, repeats=options.repeats, seed=options.seed
+    )
+    total = min(splits.count(split), settings.captions) * settings.repeats * settings.candidates
+    if not total:
+        return []
+    with progress(f"drawing, {escape_control(split)}", total, unit="drawing") as bar:
+        results = evaluate(settings, bar.advance)
+    print(tables(results))
+    return results
 
 
 def grid(options: DrawGrid) -> None:
@@ -259,6 +261,13 @@ def _require_scenes(size: int, advice: str) -> None:
 
     if size % UNITS:
         raise UserError(f"the size of scenes is a multiple of {UNITS} pixels, this model draws {size} pixels: {advice}")
+
+
+def _save(options: ScoreOptions, results: Sequence[EvalResult], **more: Any) -> None:
+    """Write the results and `more` values to the file that the options name, if they name one."""
+    from limner.evaluation.result import save_results
+
+    _write(options.output, lambda path: save_results(path, results, **more))
 
 
 def _write(path: Path | None, save: Callable[[Path], object]) -> None:
