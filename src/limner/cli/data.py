@@ -154,8 +154,8 @@ def emoji(options: WriteEmoji) -> None:
     from limner.tasks.emoji import all_emoji, write_emoji
 
     with progress("drawing emoji", len(all_emoji()), unit="emoji") as bar:
-        counts = write_emoji(options.out, options.size, options.font, bar.advance)
-    _print_counts(options.out, counts.kept, counts.rejected)
+        summary = write_emoji(options.out, options.size, options.font, bar.advance)
+    _print_counts(options.out, summary["kept"], summary["rejected"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,8 @@ Shapes: B captions, M icons of a style, H x W pixels.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,9 +39,9 @@ _TOLERANCE = 1e-3  # between squared errors to equal icons, from rounding
 
 def style_data(icons: Icons, seed: int = 0) -> LabeledIcons:
     """Return training data of the classifier of styles: at most `_PER_STYLE` training icons of each style."""
-    by_style: dict[str, list[int]] = {}
+    by_style = defaultdict[str, list[int]](list)
     for i in np.random.default_rng(seed).permutation(icons.references.split_indices("train")).tolist():
-        by_style.setdefault(icons.styles[i], []).append(i)
+        by_style[icons.styles[i]].append(i)
     chosen = sorted(i for indices in by_style.values() for i in indices[:_PER_STYLE])
     subjects = ["icon"] * len(chosen)  # one class: the classifier learns styles alone
     return LabeledIcons(icons.references.pictures[chosen], subjects, [icons.styles[i] for i in chosen])
@@ -61,12 +63,10 @@ class StyleRanks:
     """Ranks of the icon of a caption among all real icons of its style."""
 
     def __init__(self, icons: Icons) -> None:
-        self.styles, self.by_style = icons.styles, dict[str, list[int]]()
-        self.places = list[int]()  # of each icon in the list of its style
+        self.styles, self.pictures = icons.styles, icons.references.pictures
+        self.by_style = defaultdict[str, list[int]](list)
         for i, style in enumerate(icons.styles):
-            self.places.append(len(group := self.by_style.setdefault(style, [])))
-            group.append(i)
-        self.pictures = icons.references.pictures
+            self.by_style[style].append(i)
 
     def __call__(self, pictures: Tensor, targets: Sequence[int]) -> np.ndarray:
         """Return how many icons of the style are nearer than the target: uint8 [B, 3, H, W] -> [B]."""
@@ -76,7 +76,7 @@ class StyleRanks:
             indices = self.by_style[style]
             real, drawn = (x[:, 0].flatten(1).float() / 255 for x in (self.pictures[indices], pictures[rows]))
             errors = real.square().sum(1) - 2 * drawn @ real.T  # less the drawing's square, which is constant
-            own = errors.gather(1, torch.tensor([[self.places[targets[row]]] for row in rows]))
+            own = errors.gather(1, torch.tensor([[bisect_left(indices, targets[row])] for row in rows]))
             ranks[rows] = (errors < own - _TOLERANCE).sum(1).numpy()
         return ranks
 

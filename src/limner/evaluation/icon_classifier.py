@@ -121,17 +121,15 @@ def augment(pixels: Tensor, generator: torch.Generator) -> Tensor:
     return (pictures + noise(h, w) + noise(h // 4, w // 4)).clamp(0, 1)
 
 
-class _SubjectAndStyle:
+def _subject_and_style(
+    model: IconNet, batch: Batch, step: int, generator: torch.Generator
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Objective on augmented pictures: cross-entropy of the subject plus cross-entropy of the style."""
-
-    def __call__(
-        self, model: IconNet, batch: Batch, step: int, generator: torch.Generator
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        logits = model(augment(batch["pixels"], generator))
-        labels = batch["subject"], batch["style"]
-        loss = sum((F.cross_entropy(a.float(), b) for a, b in zip(logits, labels, strict=True)), torch.zeros(()))
-        accuracy = [(a.argmax(1) == b).float().mean() for a, b in zip(logits, labels, strict=True)]
-        return loss, {"subject": accuracy[0], "style": accuracy[1]}
+    loss, accuracy = torch.zeros(()), {}
+    for name, logits in zip(("subject", "style"), model(augment(batch["pixels"], generator)), strict=True):
+        loss = loss + F.cross_entropy(logits.float(), batch[name])
+        accuracy[name] = (logits.argmax(1) == batch[name]).float().mean()
+    return loss, accuracy
 
 
 class LabeledIcons:
@@ -139,8 +137,8 @@ class LabeledIcons:
 
     def __init__(self, pictures: Tensor, subjects: Sequence[str], styles: Sequence[str]) -> None:
         self.pictures, self.subjects, self.styles = pictures, sorted(set(subjects)), sorted(set(styles))
-        self._subject = _class_indices(subjects, self.subjects)
-        self._style = _class_indices(styles, self.styles)
+        self._subject = torch.tensor([self.subjects.index(name) for name in subjects])
+        self._style = torch.tensor([self.styles.index(name) for name in styles])
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -156,11 +154,6 @@ class LabeledIcons:
         for array in (self.pictures, self._subject, self._style):
             sha.update(array.contiguous().numpy().data)
         return sha.hexdigest()
-
-
-def _class_indices(values: Sequence[str], names: Sequence[str]) -> Tensor:
-    index = {name: i for i, name in enumerate(names)}
-    return torch.tensor([index[value] for value in values])
 
 
 class IconClassifier:
@@ -199,6 +192,6 @@ def train_classifier(
             warmup_steps=config.steps // 20, schedule=Cosine(), keep=1,
         )  # fmt: skip
         record = {"classifier": {**to_dict(config), "pictures": len(data)}}
-        run = TrainState(net, _SubjectAndStyle(), training)
+        run = TrainState(net, _subject_and_style, training)
         train(run, Stream(data, config.batch_size), out, record=record, bar=bar)
     return IconClassifier(net, data.subjects, data.styles)

@@ -8,6 +8,7 @@ set lacks the combination.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -98,17 +99,19 @@ class Icons:
     def nearest_style_copies(self, targets: Sequence[int]) -> list[int | None]:
         """Return for each target the training picture of its subject in the nearest other style, preferably with the
         same skin tone; None if training does not have the subject."""
-        references, distance, by_family = self.references, StyleDistance(self), dict[str, list[int]]()
+        references, distance, by_family = self.references, StyleDistance(self), defaultdict[str, list[int]](list)
         for i in references.split_indices("train"):
-            by_family.setdefault(references.families[i], []).append(i)
+            by_family[references.families[i]].append(i)
 
-        def cost(t: int, i: int) -> tuple[float, bool]:
-            return distance(self.styles[t], self.styles[i]), references.keys[i] != references.keys[t]
+        def copy(t: int) -> int | None:
+            others = [i for i in by_family[references.families[t]] if self.styles[i] != self.styles[t]]
 
-        pools = (
-            [i for i in by_family.get(references.families[t], []) if self.styles[i] != self.styles[t]] for t in targets
-        )
-        return [min(pool, key=lambda i: cost(t, i), default=None) for t, pool in zip(targets, pools, strict=True)]
+            def cost(i: int) -> tuple[float, bool]:
+                return distance(self.styles[t], self.styles[i]), references.keys[i] != references.keys[t]
+
+            return min(others, key=cost, default=None)
+
+        return [copy(t) for t in targets]
 
 
 class StyleDistance:

@@ -32,12 +32,10 @@ def fresh_scenes(n: int, seed: int = TEST_SEEDS_FROM, split: Split | None = None
 
     Without a split, scenes alternate between training and held-out combinations.
     """
-    pictures = []
-    for i in range(n):
-        scene_split: Split = split or ("train", "held-out")[i % 2]  # type: ignore[assignment]
-        scene = scenes.sample_scene(np.random.default_rng([seed, i, 1]), split=scene_split)
-        pictures.append(rendering.render(scene, size))
-    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
+    splits: tuple[Split, ...] = (split,) if split else ("train", "held-out")
+    drawn = (scenes.sample_scene(np.random.default_rng([seed, i, 1]), split=splits[i % len(splits)]) for i in range(n))
+    pictures = np.stack([rendering.render(scene, size) for scene in drawn])
+    return torch.from_numpy(pictures).permute(0, 3, 1, 2).contiguous()
 
 
 def psnr(a: UInt8[Tensor, "B 3 H W"], b: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, " B"]:

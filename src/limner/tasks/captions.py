@@ -14,19 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from limner.tasks.scenes import (
-    BACKGROUNDS,
-    COLORS,
-    EXTENT,
-    FILLS,
-    SHAPES,
-    SIZES,
-    UNITS,
-    Scene,
-    SceneObject,
-    ScenePair,
-    Transform,
-)
+from limner.tasks import scenes
+from limner.tasks.scenes import EXTENT, UNITS, Scene, SceneObject, ScenePair, Transform
 
 Relation = Literal["above", "below", "left of", "right of"]
 
@@ -141,7 +130,7 @@ def parse(caption: str) -> ParsedCaption | None:
     """Parse a caption of a synthetic scene; None for any other caption."""
     text = " ".join(caption.lower().replace(",", " , ").replace(".", " ").split())
     background = None
-    for name in BACKGROUNDS:
+    for name in scenes.BACKGROUNDS:
         for form in (f"on a {name} background", f", {name} background", f"on {name}"):
             if background is None and form in text:
                 background, text = name, text.replace(form, "")
@@ -171,11 +160,11 @@ def _parse_noun(part: str) -> list[tuple[str | None, str, str, str]] | None:
     if len(words) < 3 or words[0] not in ("a", "an", *_NUMBERS):
         return None
     count = _NUMBERS.index(words[0]) + 1 if words[0] in _NUMBERS else 1
-    shape = next((shape for shape in SHAPES if words[-1] in (shape, _plural(shape))), None)
+    shape = next((shape for shape in scenes.SHAPES if words[-1] in (shape, _plural(shape))), None)
     adjectives = words[1:-1]
-    size = next((w for w in adjectives if w in SIZES), None)
-    fill = next((w for w in adjectives if w in FILLS), "solid")
-    color = next((w for w in adjectives if w in COLORS), None)
+    size = next((w for w in adjectives if w in scenes.SIZES), None)
+    fill = next((w for w in adjectives if w in scenes.FILLS), "solid")
+    color = next((w for w in adjectives if w in scenes.COLORS), None)
     if shape is None or color is None or any(w not in (size, color, fill) for w in adjectives):
         return None
     return [(size, fill, color, shape)] * count
@@ -204,6 +193,6 @@ def parse_pair(caption: str) -> ParsedPairCaption | None:
     if subject != "scene" and top is None:
         return None
     color = phrase.removeprefix("colored ")
-    if phrase.startswith("colored ") and color in COLORS:
+    if phrase.startswith("colored ") and color in scenes.COLORS:
         return ParsedPairCaption(transform="recolored", color=color, top=top)
     return ParsedPairCaption(transform=_TRANSFORM_PHRASES[phrase], top=top) if phrase in _TRANSFORM_PHRASES else None

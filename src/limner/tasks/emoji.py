@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -32,7 +33,7 @@ from PIL import Image, ImageDraw, ImageFont
 from limner.data.area_resize import area_resize
 from limner.data.image_encode import image_bytes
 from limner.data.sample import Rejected
-from limner.data.shard_writer import Counts, ShardWriter
+from limner.data.shard_writer import ShardWriter
 from limner.errors import UserError
 from limner.progress import Advance
 
@@ -198,8 +199,8 @@ def write_emoji(
     size: int = 64,
     font: str | os.PathLike[str] | None = None,
     progress: Advance | None = None,
-) -> Counts:
-    """Write every emoji that the font can draw to shards in `out`, as PNGs of `size` pixels per side.
+) -> dict[str, Any]:
+    """Write every emoji that the font can draw to shards in `out`, as PNGs of `size` pixels per side. Return a summary.
 
     The metadata of a sample: emoji, name, base, tones, family, split. Raises `UserError` without a
     color-emoji font or a shaping engine, or if `out` is not empty.
@@ -219,4 +220,4 @@ def write_emoji(
                 writer.write(image_bytes(picture), emoji.captions, meta)
             if progress:
                 progress(1)
-        return writer.counts
+    return writer.summary()

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from limner.tasks.iconify import Icon, IconSet
-from limner.tasks.icons import article, stable_hash
+from limner.tasks.icons import article, stable_hash, to_words
 
 HeldOut = Literal["set", "subject", "combination"]
 
@@ -82,10 +82,11 @@ class Glyph:
 def glyphs_of(icon_set: IconSet, rejected: Counter[str]) -> list[Glyph]:
     """Return the drawings of a set, one of each subject and style. Others are counted by reason in `rejected`."""
     rejected.update(icon_set.rejected)
-    if reason := _reason_to_omit(icon_set):
-        rejected[reason] += len(icon_set.icons)
+    if icon_set.colored or icon_set.hidden or icon_set.kind in _OMITTED_KINDS:
+        kind = f"set of another kind: {'hidden' if icon_set.hidden else icon_set.kind}"
+        rejected["set in fixed colors" if icon_set.colored else kind] += len(icon_set.icons)
         return []
-    title = " ".join(word for word in _words(icon_set.title).split() if word not in _FILLERS) or icon_set.prefix
+    title = " ".join(word for word in to_words(icon_set.title).split() if word not in _FILLERS) or icon_set.prefix
     parse, best = NameParser(icon_set), dict[tuple[str, str], tuple[int, Glyph]]()
     credit = {
         "set": icon_set.prefix, "license": icon_set.license, "author": icon_set.author, "source": icon_set.source
@@ -111,14 +112,6 @@ def glyphs_of(icon_set: IconSet, rejected: Counter[str]) -> list[Glyph]:
     return [glyph for _, glyph in best.values()]
 
 
-def _reason_to_omit(icon_set: IconSet) -> str | None:
-    if icon_set.colored:
-        return "set in fixed colors"
-    if icon_set.hidden or icon_set.kind in _OMITTED_KINDS:
-        return f"set of another kind: {'hidden' if icon_set.hidden else icon_set.kind}"
-    return None
-
-
 class NameParser:
     """Parser of the names of one set: a name -> (subject, variant, size in pixels).
 
@@ -139,12 +132,7 @@ class NameParser:
         stem = name.removesuffix(f"-{suffix}").removeprefix(f"{prefix}-")
         sizes = [int(match[1]) for match in _SIZE.finditer(f"{variant} {suffix}")]
         camel_case = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", _SIZE.sub("", variant))
-        return _words(stem), _words(camel_case), sizes[0] if sizes else _IDEAL_SIZE
-
-
-def _words(name: str) -> str:
-    """Return a name in lowercase words: "arrow-up_2" -> "arrow up 2"."""
-    return " ".join(re.sub(r"[^\w]+|_", " ", name).lower().split())[:100]
+        return to_words(stem), to_words(camel_case), sizes[0] if sizes else _IDEAL_SIZE
 
 
 def select(glyphs: Sequence[Glyph], pixels: Sequence[bytes], min_styles: int, rejected: Counter[str]) -> list[int]:
@@ -170,9 +158,8 @@ def assign_splits(glyphs: Sequence[Glyph], pixels: Sequence[bytes]) -> list[Glyp
         if glyph.credit["set"] not in HELD_OUT_SETS:
             styles[glyph.subject].add(glyph.style)
     common = [subject for subject, names in styles.items() if len(names) >= MIN_STYLES_SUBJECT]
-    subjects = set(
-        sorted(common, key=lambda subject: stable_hash("subject", subject))[: min(HELD_OUT_SUBJECTS, len(common) // 20)]
-    )
+    ranked = sorted(common, key=lambda subject: stable_hash("subject", subject))
+    subjects = set(ranked[: min(HELD_OUT_SUBJECTS, len(common) // 20)])
 
     def kind(glyph: Glyph) -> HeldOut | None:
         if glyph.credit["set"] in HELD_OUT_SETS:

@@ -15,7 +15,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -107,18 +106,16 @@ def read_sets(path: str | Path) -> Iterator[IconSet]:
 
     A damaged set causes a warning. Raises as `read`.
     """
-    path = Path(path)
-    require_file(path)
-    members = _members(path) if _is_archive(path) else ()
-    sets = ((name, data) for name, data in members if re.fullmatch(r"package/json/[\w-]+\.json", name))
-    if (first := next(sets, None)) is None:
+    path, has_sets = Path(path), False
+    for name, data in _members(path) if _is_archive(path) else ():
+        if re.fullmatch(r"package/json/[\w-]+\.json", name):
+            has_sets = True
+            try:
+                yield _icon_set(path, {"icons.json": _parse(path, name, data)})
+            except UserError as error:
+                warnings.warn(f"skipped {name}: {error}", stacklevel=2)
+    if not has_sets:
         yield read(path)
-        return
-    for name, data in chain([first], sets):
-        try:
-            yield _icon_set(path, {"icons.json": _parse(path, name, data)})
-        except UserError as error:
-            warnings.warn(f"skipped {name}: {error}", stacklevel=2)
 
 
 def _icon_set(path: Path, files: Mapping[str, Mapping[str, Any]]) -> IconSet:
@@ -128,13 +125,13 @@ def _icon_set(path: Path, files: Mapping[str, Mapping[str, Any]]) -> IconSet:
         raise UserError(f'{path} is not an icon set: its JSON lacks "prefix" or "icons"')
     info = _object(data, "info") or _object(files, "info.json")
     author, license_ = _object(info, "author"), _object(info, "license")
-    categories: dict[str, str] = {}
-    for category, names in (
-        _object(_object(files, "metadata.json"), "categories") or _object(data, "categories")
-    ).items():
-        for name in names if isinstance(names, list) else ():
-            if isinstance(name, str):
-                categories[name] = _text(category)
+    names_by_category = _object(_object(files, "metadata.json"), "categories") or _object(data, "categories")
+    categories = {
+        name: _text(category)
+        for category, names in names_by_category.items()
+        for name in (names if isinstance(names, list) else ())
+        if isinstance(name, str)
+    }
     icons, aliases, rejected = _resolve_aliases(data)
     suffixes, prefixes = (
         {affix: _text(title) for affix, title in _object(data, key).items()} for key in ("suffixes", "prefixes")
@@ -231,20 +228,16 @@ def _read_files(path: Path, *names: str) -> dict[str, dict[str, Any]]:
 
     The files are members `package/NAME` of an archive. Otherwise `path` is the first; the others are in its folder.
     """
-    require_file(path)
     if not _is_archive(path):
         paths = {name: path.with_name(name) if i else path for i, name in enumerate(names)}
         return {name: read_mapping(file, MAX_BYTES) for name, file in paths.items() if file.is_file()}
-    objects: dict[str, dict[str, Any]] = {}
-    for member, data in _members(path):
-        folder, _, name = member.partition("/")
-        if folder == "package" and name in names and name not in objects:
-            objects[name] = _parse(path, name, data)
-    return objects
+    members = {f"package/{name}": name for name in names}
+    return {members[key]: _parse(path, members[key], data) for key, data in _members(path) if key in members}
 
 
 def _is_archive(path: Path) -> bool:
     """Return True if a file begins as gzip. Raises `UserError` if it cannot be read."""
+    require_file(path)
     try:
         with path.open("rb") as file:
             return file.read(2) == b"\x1f\x8b"

@@ -78,7 +78,7 @@ def join_sets(sets: Sequence[IconSet]) -> tuple[list[IconDrawing], Counter[str]]
         for icon in icon_set.icons.values():
             emoji = emoji_index.find(icon_set, icon)
             if emoji is None:
-                subject = base = " ".join(re.sub(r"[^\w]+|_", " ", icon.name).split()).lower()[:100]
+                subject = base = to_words(icon.name)
                 tones = ()
             else:
                 base, tones = f"flag of {emoji.name}" if emoji.is_flag else emoji.base, emoji.tones
@@ -107,6 +107,11 @@ def _assign_splits(drawings: list[IconDrawing]) -> list[IconDrawing]:
                 held_out[base, sorted(names)[stable_hash("style", base) % len(names)]] = "combination"
     kinds = {(d.set.prefix, d.icon.root): kind for d in drawings if (kind := held_out.get((d.base, d.style)))}
     return [replace(d, held_out=kinds.get((d.set.prefix, d.icon.root))) for d in drawings]
+
+
+def to_words(name: str) -> str:
+    """Return a name in lowercase words: "arrow-up_2" -> "arrow up 2"."""
+    return " ".join(re.sub(r"[^\w]+|_", " ", name).lower().split())[:100]
 
 
 def stable_hash(*parts: str) -> int:

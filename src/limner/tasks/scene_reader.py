@@ -41,18 +41,9 @@ from typing import NamedTuple
 import numpy as np
 
 from limner.data.area_resize import area_weights
+from limner.tasks import template_matching
 from limner.tasks.scenes import BACKGROUNDS, COLORS, EXTENT, SIZES, UNITS, Scene, SceneObject
-from limner.tasks.template_matching import (
-    FORMS,
-    MIN_ENERGY_GAIN,
-    NUM_FORMS,
-    SEARCH_TEMPLATES,
-    Canvas,
-    Fit,
-    ring_width,
-    square_sums,
-    template_bank,
-)
+from limner.tasks.template_matching import SEARCH_TEMPLATES, Canvas, Fit, ring_width, square_sums, template_bank
 
 MAX_PIXELS_WIDE = 48  # pixels; wider pictures are averaged down to this
 _PALETTE = np.array(list(COLORS.values()), np.float32)  # [C, 3]
@@ -220,9 +211,9 @@ def _assess(
     ]
     if fit.residual > _MIN_AMBIGUOUS_RESIDUAL * energy:
         doubts.append(fit.residual / (_MAX_RESIDUAL_RATIO * fit.runner_up))
-    item, form = None, fit.template % NUM_FORMS
-    if form < len(FORMS) and max(doubts) <= 1:  # not a distractor
-        shape, fill = FORMS[form]
+    item, form = None, fit.template % template_matching.NUM_FORMS
+    if form < len(template_matching.FORMS) and max(doubts) <= 1:  # not a distractor
+        shape, fill = template_matching.FORMS[form]
         y, x = ((at - ring_width(canvas.unit)) / canvas.unit for at in (fit.y, fit.x))
         item = SceneObject(shape=shape, color=list(COLORS)[color], size=fit.size, fill=fill, x=x, y=y)
     return item, max(doubts), fit.residual / energy
@@ -257,7 +248,7 @@ def is_unexplained(residual: np.ndarray, noise: float, unit: int, boxes: Sequenc
         return True
     # The search for objects favors tints of the palette and misses a faint object.
     canvas = Canvas(residual, noises, unit)
-    least = MIN_ENERGY_GAIN * unit**2 + _FAINT_NOISE_MULTIPLE * noise
+    least = template_matching.MIN_ENERGY_GAIN * unit**2 + _FAINT_NOISE_MULTIPLE * noise
     for size in SIZES:
         bank = template_bank(size, unit)
         total = canvas.energy(bank.window)

@@ -11,36 +11,11 @@ import numpy as np
 
 from limner.data.hard_negative_captions import FalsityTest
 from limner.errors import UserError
+from limner.tasks import scene_reader, scenes
 from limner.tasks.captions import ParsedCaption, ParsedPairCaption, parse, parse_pair
 from limner.tasks.rendering import alpha_mask, render, render_pair, transform_panel
-from limner.tasks.scene_reader import (
-    MAX_WRONG_SHARE,
-    MIN_UNEXPLAINED_LEVELS,
-    SceneReading,
-    as_pixels,
-    block,
-    is_unexplained,
-    noise_energy,
-    outer_box,
-    pixel_errors,
-    read,
-    wrong_pixels,
-)
-from limner.tasks.scenes import (
-    BACKGROUNDS,
-    COLORS,
-    EXTENT,
-    FILLS,
-    SHAPES,
-    SIZES,
-    SKETCH_BACKGROUND,
-    TRANSFORMS,
-    UNITS,
-    Scene,
-    ScenePair,
-    Transform,
-    held_out,
-)
+from limner.tasks.scene_reader import SceneReading, block
+from limner.tasks.scenes import UNITS, Scene, ScenePair, Transform, held_out
 
 __all__ = ["falsity_test", "is_gray_of", "pair_holds", "read_pair", "satisfies", "scenes_match"]
 
@@ -53,7 +28,7 @@ def satisfies(picture: np.ndarray, caption: str) -> bool:
     Raises `UserError` if the caption cannot be parsed.
     """
     if (claims := parse(caption)) is not None:
-        scene = read(picture).scene
+        scene = scene_reader.read(picture).scene
         return scene is not None and claims.matches(scene)
     if (pair := parse_pair(caption)) is not None:
         return pair_holds(pair, picture)
@@ -104,9 +79,10 @@ def read_pair(picture: np.ndarray, transform: Transform | None) -> tuple[SceneRe
     For "upside down", the bottom is flipped back first. Paints of "grayscale" panels are outside the
     palette, so their reading is unreliable: `is_gray_of` compares pixels instead.
     """
-    top, bottom = np.split(as_pixels(picture)[0], 2)
+    top, bottom = np.split(scene_reader.as_pixels(picture)[0], 2)
     upright = bottom[::-1] if transform == "upside down" else bottom
-    return read(top), read(upright, backgrounds=(*BACKGROUNDS, SKETCH_BACKGROUND))
+    backgrounds = *scenes.BACKGROUNDS, scenes.SKETCH_BACKGROUND
+    return scene_reader.read(top), scene_reader.read(upright, backgrounds=backgrounds)
 
 
 def is_gray_of(picture: np.ndarray, top: Scene) -> bool:
@@ -114,25 +90,25 @@ def is_gray_of(picture: np.ndarray, top: Scene) -> bool:
 
     It compares pixels: an object may nearly vanish in gray (orange on gray), where no template would find it.
     """
-    pixels, unit = as_pixels(picture)
+    pixels, unit = scene_reader.as_pixels(picture)
     upper, lower = np.split(pixels, 2)
     pair = ScenePair(top=top, transform="grayscale")
     residual = lower - transform_panel(pair, upper, UNITS * unit)
     cast = np.median(residual, (0, 1))
-    if np.linalg.norm(cast) > MIN_UNEXPLAINED_LEVELS:
+    if np.linalg.norm(cast) > scene_reader.MIN_UNEXPLAINED_LEVELS:
         return False
     residual -= cast
-    noise = noise_energy(abs(residual))
+    noise = scene_reader.noise_energy(abs(residual))
     residual = residual.transpose(2, 0, 1)
-    if is_unexplained(residual, noise, unit):
+    if scene_reader.is_unexplained(residual, noise, unit):
         return False
-    errors = pixel_errors(residual, noise)
+    errors = scene_reader.pixel_errors(residual, noise)
     expected = transform_panel(pair, render(top, UNITS * unit), UNITS * unit)
     for item in top.objects:
-        box = outer_box(item, unit)
-        contrast = max(3**0.5 * float(np.ptp(block(expected[..., 0], *box))), MIN_UNEXPLAINED_LEVELS)
+        box = scene_reader.outer_box(item, unit)
+        contrast = max(3**0.5 * float(np.ptp(block(expected[..., 0], *box))), scene_reader.MIN_UNEXPLAINED_LEVELS)
         area = alpha_mask(item.shape, item.size, item.fill, unit).sum()
-        if wrong_pixels(block(errors, *box) / contrast) > MAX_WRONG_SHARE * area:
+        if scene_reader.wrong_pixels(block(errors, *box) / contrast) > scene_reader.MAX_WRONG_SHARE * area:
             return False
     return True
 
@@ -157,15 +133,17 @@ def _is_synthetic(truth: Scene | ScenePair) -> bool:
     """Return True for a synthetic scene or pair; may raise for other values."""
     scene = truth.top if isinstance(truth, ScenePair) else truth
     is_known = (
-        scene.background in BACKGROUNDS
+        scene.background in scenes.BACKGROUNDS
         and (scene.width, scene.height) in ((UNITS, UNITS), (UNITS, UNITS // 2))
         and len(scene.objects) <= UNITS**2
-        and all(t.shape in SHAPES and t.fill in FILLS and t.size in SIZES and t.color in COLORS for t in scene.objects)
-        and all(0 <= t.x <= scene.width - EXTENT[t.size] for t in scene.objects)
-        and all(0 <= t.y <= scene.height - EXTENT[t.size] for t in scene.objects)
+        and all(t.shape in scenes.SHAPES and t.fill in scenes.FILLS for t in scene.objects)
+        and all(t.size in scenes.SIZES and t.color in scenes.COLORS for t in scene.objects)
+        and all(0 <= t.x <= scene.width - scenes.EXTENT[t.size] for t in scene.objects)
+        and all(0 <= t.y <= scene.height - scenes.EXTENT[t.size] for t in scene.objects)
     )
     if isinstance(truth, ScenePair):
-        is_known &= truth.transform in TRANSFORMS and (truth.transform != "recolored" or truth.color in COLORS)
+        colored = truth.transform != "recolored" or truth.color in scenes.COLORS
+        is_known &= truth.transform in scenes.TRANSFORMS and colored
     return is_known
 
 
@@ -197,7 +175,7 @@ def _names_held_out(claims: ParsedCaption, pair: ParsedPairCaption | None = None
     panels = [(claims.attributes, claims.background)]
     if pair and pair.transform == "sketch":
         lines = tuple((size, "outlined", "black", shape) for size, _, _, shape in claims.attributes)
-        panels.append((lines, SKETCH_BACKGROUND))
+        panels.append((lines, scenes.SKETCH_BACKGROUND))
     elif pair and pair.color:
         colored = tuple((size, fill, pair.color, shape) for size, fill, _, shape in claims.attributes)
         panels.append((colored, claims.background))
