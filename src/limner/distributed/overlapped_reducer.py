@@ -40,23 +40,15 @@ def double_backward_error(block: str) -> UserError:
 class OverlappedReducer(Reduction):
     """Overlaps a reducer with the backward pass of a model.
 
-    Args:
-        buckets: all parameters, by name of the bucket.
-        scales: gradients are divided by their scale before reduction, because error buffers outlive the scale.
-
-    The backward pass raises `UserError` if a gradient arrives after its bucket was sent.
+    `buckets` holds all parameters by name of the bucket. Gradients are divided by their scale before reduction, because
+    error buffers outlive the scale. The backward pass raises `UserError` if a gradient arrives after its bucket was
+    sent.
     """
 
     MAX_IN_FLIGHT = 2  # buckets that start before a task resumes
 
-    def __init__(
-        self,
-        reducer: Fp32Reducer,
-        buckets: Mapping[str, Bucket],
-        replicas: Replicas,
-        scales: dict[Tensor, Tensor | None] | None = None,
-    ) -> None:
-        super().__init__(scales)
+    def __init__(self, reducer: Fp32Reducer, buckets: Mapping[str, Bucket], replicas: Replicas) -> None:
+        super().__init__()
         self.reducer, self.replicas = reducer, replicas
         self._started_buckets: list[str] = []
         self._in_flight: list[tuple[PendingWork, distributed.Work, int]] = []  # and the number of started buckets

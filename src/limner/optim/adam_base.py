@@ -50,30 +50,10 @@ _GPU_CHUNK_VALUES = 1 << 25  # many small tensors for each multi-tensor call
 _TRITON_CHUNK_VALUES = 1 << 27  # the Triton kernel allocates little
 
 
-def check_settings(group: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if a setting of a parameter group is out of range. NaN always is."""
-    for name, (rule, fits) in SETTING_RULES.items():
-        if name in group and not fits(group[name]):
-            raise ValueError(f"{rule}, not {group[name]}")
-
-
-def reject_half_weights(optimizer: str, parameters: Iterable[Tensor]) -> None:
-    """Raise `ValueError` if a parameter is in 16 bits. The named optimizer would round small updates away."""
-    if any(p.dtype in HALF_FORMATS for p in parameters):
-        raise ValueError(f"{optimizer} cannot update weights in 16 bits: keep them in fp32, or use AdamW16")
-
-
 def read_moment(state: Mapping[str, Tensor], moment: str) -> Tensor:
     """Local shard of a moment as numbers: the stored fp32 tensor, or a decoded copy."""
     stored = to_local(state[moment])
     return stored if stored.is_floating_point() else MOMENT_FORMATS[moment].unpack(stored)
-
-
-def write_moment(state: Mapping[str, Tensor], moment: str, value: Tensor) -> None:
-    """Store the result of `read_moment` after it was changed in place."""
-    stored = to_local(state[moment])
-    if not stored.is_floating_point():
-        MOMENT_FORMATS[moment].pack(value, out=stored)
 
 
 class Coefficients(NamedTuple):
@@ -96,32 +76,51 @@ class StepTensors(NamedTuple):
     use_triton: bool
 
 
-class MomentOptimizer(torch.optim.Optimizer):
+class CheckedOptimizer(torch.optim.Optimizer):
+    """Base class of limner's optimizers, which checks groups. Subclasses implement `_step_group`."""
+
+    updates_half_weights = False  # True if small updates of weights in 16 bits are not rounded away
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch. Raises `ValueError` for settings out of range or NaN, and for weights in 16 bits
+        that the optimizer cannot update."""
+        settings = self.defaults | param_group
+        for name, (rule, fits) in SETTING_RULES.items():
+            if name in settings and not fits(settings[name]):
+                raise ValueError(f"{rule}, not {settings[name]}")
+        super().add_param_group(param_group)
+        if not self.updates_half_weights and any(p.dtype in HALF_FORMATS for p in param_group["params"]):
+            name = type(self).__name__
+            raise ValueError(f"{name} cannot update weights in 16 bits: keep them in fp32, or use AdamW16")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; return the loss of `closure`, which recomputes the gradients."""
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        for group in self.param_groups:
+            self._step_group(group, [p for p in group["params"] if p.grad is not None])
+        return loss
+
+    def _step_group(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
+        """Update `params`, those of the group that have a gradient."""
+        raise NotImplementedError
+
+
+class MomentOptimizer(CheckedOptimizer):
     """Base class of optimizers with Adam's moments. The update is AdamW's, unless a subclass overrides `_update`."""
+
+    updates_half_weights = True
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, ...], eps: float, weight_decay: float, **others: Any
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **others})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch. Raises `ValueError` for settings out of range."""
-        check_settings(self.defaults | param_group)
-        super().add_param_group(param_group)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; return the loss of `closure`, which recomputes the gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step_group(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
         indices = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        for group in self.param_groups:
-            quantize = group.get("quantize_state", False)
-            for params in update_chunks((p for p in group["params"] if p.grad is not None), quantize):
-                self._step(group, params, [indices[p] for p in params])
-        return loss
+        for chunk in update_chunks(params, group.get("quantize_state", False)):
+            self._step_chunk(group, chunk, [indices[p] for p in chunk])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does, but keep the dtype of every tensor: torch would convert codes to fp32. Settings
@@ -137,7 +136,7 @@ class MomentOptimizer(torch.optim.Optimizer):
                 device = "cpu" if key == "step" else p.device
                 self.state[p][key] = value.to(device, copy=True)
 
-    def _step(self, group: Mapping[str, Any], params: list[Tensor], indices: list[int]) -> None:
+    def _step_chunk(self, group: Mapping[str, Any], params: list[Tensor], indices: list[int]) -> None:
         states = [self._state(p, group.get("quantize_state", False)) for p in params]
         compat.foreach_add_([state["step"] for state in states], 1)
         grads = [grad_values(p.grad) for p in params if p.grad is not None]
@@ -154,17 +153,16 @@ class MomentOptimizer(torch.optim.Optimizer):
         if not use_triton:
             for moment, values in zip(MOMENT_FORMATS, (exp_avgs, exp_avg_sqs), strict=True):
                 for state, value in zip(states, values, strict=True):
-                    write_moment(state, moment, value)
+                    if not (stored := to_local(state[moment])).is_floating_point():
+                        MOMENT_FORMATS[moment].pack(value, out=stored)
 
     def _state(self, p: Tensor, quantize: bool) -> dict[str, Tensor]:
         if not (state := self.state[p]):
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             unquantized = torch.float32 if p.dtype in HALF_FORMATS else p.dtype
-            for moment, form in MOMENT_FORMATS.items():
-                dtype = (
-                    form.dtype if quantize and supports_quantized_state(p) else unquantized
-                )  # code 0 is the number 0
-                state[moment] = torch.zeros_like(p, dtype=dtype)
+            quantize = quantize and supports_quantized_state(p)
+            for moment, form in MOMENT_FORMATS.items():  # code 0 is the number 0
+                state[moment] = torch.zeros_like(p, dtype=form.dtype if quantize else unquantized)
         return state
 
     def coefficients(self, group: Mapping[str, Any], counts: list[int]) -> Coefficients:
@@ -184,14 +182,13 @@ def supports_quantized_state(p: Tensor) -> bool:
     return p.ndim >= 2 and p.dtype != torch.float64
 
 
-def update_chunks(params: Iterable[Tensor], quantize: bool = False) -> Iterator[list[Tensor]]:
+def update_chunks(params: list[Tensor], quantize: bool = False) -> Iterator[list[Tensor]]:
     """Split parameters into lists, each updated by one sequence of multi-tensor operations.
 
     A large tensor is alone in its list, which bounds temporary memory. Small tensors share a list with others of the
     same device, dtype and format of moments, which reduces the number of calls. Raises `RuntimeError` for a sparse
     gradient.
     """
-    params = list(params)
     if any(p.grad is not None and p.grad.layout != torch.strided for p in params):
         raise RuntimeError("limner's optimizers cannot use sparse gradients: give nn.Embedding sparse=False")
     waiting: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}

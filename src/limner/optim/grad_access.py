@@ -9,7 +9,7 @@ That costs a pass over memory and one bit of the significand.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,13 +32,6 @@ def unscale(grad: Tensor, scale: Tensor) -> None:
         recording.pending_scale = scale.clone() if (before := pending_scale(grad)) is None else before * scale
     else:
         to_local(grad).div_(scale)
-
-
-def unscale_all(scales: Mapping[Tensor, Tensor | None]) -> None:
-    """Divide the gradient of each parameter by its scale, []. Skip parameters that lack either."""
-    for p, scale in scales.items():
-        if p.grad is not None and scale is not None:
-            unscale(p.grad, scale)
 
 
 def grad_values(grad: Tensor) -> Tensor:
@@ -66,10 +59,11 @@ def round_to_storage(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -
 
 def total_norm(grads: Iterable[Tensor]) -> Tensor:
     """Euclidean norm of all gradients together, [], equal on every process."""
-    wide, halves = _split_by_width(grads)
-    norms = [full_tensor(nn.utils.get_total_norm(part)) for part in split_by_placement(wide)]
-    for part in split_by_placement(halves):  # fp32, since sums of squares overflow fp16
-        shards = [torch.linalg.vector_norm(to_local(grad), dtype=torch.float32) for grad in part]
+    grads = list(grads)
+    wide = split_by_placement(grad for grad in grads if grad.dtype not in HALF_FORMATS)
+    norms = [full_tensor(nn.utils.get_total_norm(part)) for part in wide]
+    for part in split_by_placement(grad for grad in grads if grad.dtype in HALF_FORMATS):
+        shards = [torch.linalg.vector_norm(to_local(grad), dtype=torch.float32) for grad in part]  # fp16 overflows
         scales = map(pending_scale, part)
         shards = [x if scale is None else x / scale for x, scale in zip(shards, scales, strict=True)]
         norms.append(sum_over_shards(compat.foreach_mul(shards, shards), part).sum().sqrt())
@@ -81,11 +75,6 @@ def clip_grads_with_norm(parameters: Iterable[nn.Parameter], max_norm: float, no
     parameters = [p for p in parameters if p.grad is not None]
     for part in split_by_placement(p for p in parameters if p.dtype not in HALF_FORMATS):
         nn.utils.clip_grads_with_norm_(part, max_norm, norm)
-    for grad in _split_by_width(p.grad for p in parameters if p.grad is not None)[1]:
-        unscale(grad, ((norm + 1e-6) / max_norm).clamp_min(1))  # 1e-6 as in torch
-
-
-def _split_by_width(grads: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients in 32 bits or more, and gradients in 16 bits."""
-    grads = list(grads)
-    return [g for g in grads if g.dtype not in HALF_FORMATS], [g for g in grads if g.dtype in HALF_FORMATS]
+    for p in parameters:
+        if p.dtype in HALF_FORMATS and p.grad is not None:
+            unscale(p.grad, ((norm + 1e-6) / max_norm).clamp_min(1))  # 1e-6 as in torch

@@ -6,16 +6,17 @@ that precedes loss spikes of AdamW (Wortsman et al. 2023, App. F.1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from limner import compat
-from limner.optim.adam_base import check_settings, reject_half_weights, update_chunks
+from limner.optim.adam_base import CheckedOptimizer, update_chunks
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(CheckedOptimizer):
     """Lion as a torch optimizer.
 
         p <- p - lr (sign(beta1 m + (1 - beta1) g) + weight_decay p)
@@ -33,29 +34,13 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch. Raises `ValueError` for settings out of range and for weights in 16 bits."""
-        check_settings(self.defaults | param_group)
-        super().add_param_group(param_group)
-        reject_half_weights("Lion", param_group["params"])
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient; return the loss of `closure`, which recomputes the gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for params in update_chunks(p for p in group["params"] if p.grad is not None):
-                grads = [p.grad for p in params if p.grad is not None]
-                for p in params:
-                    self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                exp_avgs = [self.state[p]["exp_avg"] for p in params]
-                updates = compat.foreach_lerp(exp_avgs, grads, 1 - beta1)
-                compat.foreach_sign_(updates)
-                compat.foreach_add_(updates, params, alpha=group["weight_decay"])
-                compat.foreach_add_(params, updates, alpha=-group["lr"])
-                compat.foreach_lerp_(exp_avgs, grads, 1 - beta2)
-        return loss
+    def _step_group(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
+        beta1, beta2 = group["betas"]
+        for chunk in update_chunks(params):
+            grads = [p.grad for p in chunk]
+            exp_avgs = [self.state[p].setdefault("exp_avg", torch.zeros_like(p)) for p in chunk]
+            updates = compat.foreach_lerp(exp_avgs, grads, 1 - beta1)
+            compat.foreach_sign_(updates)
+            compat.foreach_add_(updates, chunk, alpha=group["weight_decay"])
+            compat.foreach_add_(chunk, updates, alpha=-group["lr"])
+            compat.foreach_lerp_(exp_avgs, grads, 1 - beta2)

@@ -11,13 +11,13 @@ and keeps its shard.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from limner.optim.adam_base import check_settings, reject_half_weights
+from limner.optim.adam_base import CheckedOptimizer
 from limner.optim.dtensor import full_tensor, shard_like
 
 _NEWTON_SCHULZ_STEPS = 5
@@ -63,7 +63,7 @@ def _product_of_steps(gram: Tensor) -> Tensor:
     return product
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(CheckedOptimizer):
     """Muon as a torch optimizer, for matrices only. An update is `lr * sqrt(max(1, rows / columns))` times the
     orthogonalized Nesterov momentum. Weight decay is decoupled. `torch.autocast` makes products of a step 16-bit."""
 
@@ -73,31 +73,25 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch. Raises `ValueError` for parameters that are not matrices and invalid settings."""
-        check_settings(self.defaults | param_group)
+        """Add a group, as `CheckedOptimizer` does. Raises `ValueError` for parameters that are not matrices."""
         super().add_param_group(param_group)
         if any(p.ndim != 2 for p in param_group["params"]):
             raise ValueError("Muon updates only matrices: give it parameters of two dimensions")
-        reject_half_weights("Muon", param_group["params"])
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient. `closure` is ignored."""
-        for group in self.param_groups:
-            lr, momentum = group["lr"], group["momentum"]
-            by_shape: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
-            for p in group["params"]:
-                if p.grad is not None:
-                    by_shape[p.shape].append(p)
-            for shape, params in by_shape.items():
-                momenta = [full_tensor(self._nesterov(p, p.grad, momentum)) for p in params if p.grad is not None]
-                updates = orthogonalize(torch.stack(momenta)).to(params[0].dtype)
-                scale = max(1, shape[0] / shape[1]) ** 0.5
-                for p, update in zip(params, updates, strict=True):
-                    p.mul_(1 - lr * group["weight_decay"]).add_(shard_like(update, p), alpha=-lr * scale)
-
-    def _nesterov(self, p: Tensor, grad: Tensor, momentum: float) -> Tensor:
-        """Nesterov momentum, with the gradient added to the buffer."""
-        if not (state := self.state[p]):
-            state["momentum_buffer"] = torch.zeros_like(p)
-        return grad.lerp(state["momentum_buffer"].lerp_(grad, 1 - momentum), momentum)
+    def _step_group(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
+        lr, momentum = group["lr"], group["momentum"]
+        by_shape: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
+        for p in params:
+            by_shape[p.shape].append(p)
+        for shape, matrices in by_shape.items():
+            momenta = []
+            for p in matrices:
+                grad: Any = p.grad
+                if not (state := self.state[p]):
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                buffer = state["momentum_buffer"].lerp_(grad, 1 - momentum)
+                momenta.append(full_tensor(grad.lerp(buffer, momentum)))
+            updates = orthogonalize(torch.stack(momenta)).to(matrices[0].dtype)
+            scale = max(1, shape[0] / shape[1]) ** 0.5
+            for p, update in zip(matrices, updates, strict=True):
+                p.mul_(1 - lr * group["weight_decay"]).add_(shard_like(update, p), alpha=-lr * scale)

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from limner.optim.grad_access import total_norm, unscale_all
+from limner.optim.grad_access import total_norm, unscale
 from limner.training.checkpoint import Checkpointer, LocalCheckpointer
 from limner.training.train_module import Trainable
 
@@ -64,17 +64,20 @@ class Reduction(ReductionState):
     rank.
 
     Attributes:
-        scales: factor [] of the backward pass by parameter, whose value may change between steps; None for no factor.
+        scales: factor [] of the backward pass by parameter, whose value may change between steps.
         last: True if the next backward pass completes the gradients.
     """
 
-    def __init__(self, scales: dict[Tensor, Tensor | None] | None = None) -> None:
-        self.scales, self.last = {} if scales is None else scales, True
+    def __init__(self) -> None:
+        self.scales: dict[Tensor, Tensor] = {}
+        self.last = True
 
     def complete(self) -> None:
         """Finish the reduction after the backward pass: each gradient becomes the mean, divided by its scale. `parts`
         sets compressed ones."""
-        unscale_all(self.scales)
+        for p, scale in self.scales.items():
+            if p.grad is not None:
+                unscale(p.grad, scale)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
         """Load the state from CPU tensors, whole or sharded. `errors` holds the buffers of this replica or, if the

@@ -123,7 +123,8 @@ def all_compressed() -> dict[tuple[str, torch.dtype, float], tuple[Tensor, ...]]
         model, scale, reducer = nn.Module(), torch.tensor(1.0), REDUCERS[name]()
         model.blocks = nn.ModuleList([HalfLinear(20, 12, bias=False, dtype=dtype)])
         weight = model.blocks[0].weight
-        reduction = OverlappedReducer(reducer, buckets(model), Replicas(distributed.group.WORLD), {weight: scale})  # type: ignore[arg-type]
+        reduction = OverlappedReducer(reducer, buckets(model), Replicas(distributed.group.WORLD))  # type: ignore[arg-type]
+        reduction.scales[weight] = scale  # type: ignore[index]
         draw = torch.Generator().manual_seed(distributed.get_rank())
         always, given, had = torch.randn(12, 20, generator=draw), torch.zeros(12, 20), torch.zeros(12, 20)
         for step in range(8):
