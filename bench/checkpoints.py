@@ -28,7 +28,7 @@ from limner.distributed.process_group import join_process_group
 from limner.distributed.sharded import Sharded
 from limner.models.transformer import SIZES
 from limner.optim.dtensor import full_tensor
-from limner.training.checkpoint import LocalCheckpointer
+from limner.training.checkpoint import Checkpointer
 
 Tensors = dict[str, dict[str, Tensor]]
 
@@ -76,8 +76,8 @@ def measure(parallel: Sharded, size: str, rounds: int, folder: Path) -> None:
     size_in_mb = sum(x.numel() * x.element_size() for group in state.values() for x in group.values()) / 1e6
 
     files, shards = (
-        LocalCheckpointer(folder / "gathered", 1),
-        parallel.checkpointer(LocalCheckpointer(folder / "shards", 1)),
+        Checkpointer(folder / "gathered", 1),
+        parallel.checkpointer(Checkpointer(folder / "shards", 1)),
     )
     shards.acquire()
     samples: dict[str, list[float]] = {}
@@ -104,7 +104,7 @@ def measure(parallel: Sharded, size: str, rounds: int, folder: Path) -> None:
         print(f"{'gathered over shards, waiting':34} {statistics.median(a / b for a, b in waits):10.1f} times")
 
 
-def gathered(files: LocalCheckpointer, step: int, state: Tensors) -> None:
+def gathered(files: Checkpointer, step: int, state: Tensors) -> None:
     """Gather the state on all processes and write it in the first one."""
     tensors = {name: {key: full_tensor(x) for key, x in group.items()} for name, group in state.items()}
     if distributed.get_rank() == 0:

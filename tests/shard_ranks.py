@@ -29,7 +29,7 @@ from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW16Config
-from limner.training.checkpoint import LocalCheckpointer, completed
+from limner.training.checkpoint import Checkpointer, completed
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.loop import Interrupted, train
@@ -75,7 +75,7 @@ class Steps(Hook):
         self.table, self.steps = state["table"], list(state["steps"])
 
 
-class Slow(LocalCheckpointer):
+class Slow(Checkpointer):
     """The first checkpoint does not get its name before training has gone on for two steps."""
 
     @contextmanager
@@ -129,7 +129,7 @@ def learn(
 ) -> tuple[int, bool] | None:
     """Train on; if it is stopped, returns at which step, and whether its state was on the disk at once."""
     stream, ours = Stream(Tokens(), 8, seed=3), parallel(replicas)
-    files = (Slow if slow else LocalCheckpointer)(out, CONFIG.keep)
+    files = (Slow if slow else Checkpointer)(out, CONFIG.keep)
     try:
         with ours.init_context():
             model = build()
@@ -149,7 +149,7 @@ def pass_on(source: Path, target: Path, replicas: int) -> None:
         model = build()
     run = TrainState(model, Autoregressive(), CONFIG, parallel=ours)
     ours.shard_stream(stream)
-    there, here = (ours.checkpointer(LocalCheckpointer(folder, 1)) for folder in (source, target))
+    there, here = (ours.checkpointer(Checkpointer(folder, 1)) for folder in (source, target))
     description = json.loads(json.dumps({"training": to_dict(CONFIG)}))
     assert restore(run, stream, [hook], description, there)
     save(run, stream, [hook], description, here)
@@ -167,7 +167,7 @@ def draws(source: Path) -> tuple[list[float], list[float]]:
     began = drawn(TrainState(build(), Autoregressive(), CONFIG, parallel=ours))
     run = TrainState(build(), Autoregressive(), CONFIG, parallel=ours)
     description = json.loads(json.dumps({"training": to_dict(CONFIG)}))
-    assert restore(run, stream, [hook], description, ours.checkpointer(LocalCheckpointer(source, 9)))
+    assert restore(run, stream, [hook], description, ours.checkpointer(Checkpointer(source, 9)))
     stream.close()
     return began, drawn(run)
 
@@ -181,7 +181,7 @@ def tensors(step: int) -> dict[str, dict[str, Tensor]]:
 
 def save_on(out: Path, first: int) -> None:
     """Save one state after another until killed."""
-    checkpointer = sharded_checkpoint.ShardedCheckpointer(LocalCheckpointer(out, keep=2))
+    checkpointer = sharded_checkpoint.ShardedCheckpointer(Checkpointer(out, keep=2))
     checkpointer.acquire()
     for step in range(first, 10**6):
         checkpointer.save(step, tensors(step), {"step": step})
@@ -189,7 +189,7 @@ def save_on(out: Path, first: int) -> None:
 
 def fail(out: Path, rank: int) -> str:
     """The error of the next save if one rank can no longer write large files."""
-    checkpointer = sharded_checkpoint.ShardedCheckpointer(LocalCheckpointer(out, keep=2))
+    checkpointer = sharded_checkpoint.ShardedCheckpointer(Checkpointer(out, keep=2))
     checkpointer.save(1, tensors(1), {"step": 1})
     checkpointer.flush()
     if distributed.get_rank() == rank:
@@ -207,5 +207,5 @@ def apart(out: Path) -> str:
     sharded_checkpoint.VISIBILITY_TIMEOUT = 0.2
     rank = distributed.get_rank()
     with pytest.raises(UserError) as caught:
-        sharded_checkpoint.ShardedCheckpointer(LocalCheckpointer(out / f"machine-{rank}", keep=2)).acquire()
+        sharded_checkpoint.ShardedCheckpointer(Checkpointer(out / f"machine-{rank}", keep=2)).acquire()
     return str(caught.value)

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
 from math import log2
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -30,7 +30,7 @@ from limner.errors import UserError
 from limner.numerics.formats import HALF_FORMATS
 from limner.optim.dtensor import to_local
 from limner.optim.grad_access import unscale
-from limner.training.checkpoint import LocalCheckpointer
+from limner.training.checkpoint import Checkpointer
 from limner.training.parallel import Parallel, Reduction
 from limner.training.train_module import Trainable
 
@@ -40,22 +40,21 @@ ReducerFactory = Callable[[], Fp32Reducer]
 
 
 class Replicated(Parallel):
-    """The strategy of a process of the default process group.
+    """The strategy of a process of the default process group. `replica_group` has the processes with the same weights.
 
     Args:
         make_reducer: constructor of a gradient reducer for each trained model; None takes PowerSGD of
             `grad_compression_rank`, or DistributedDataParallel without a rank.
-        divisor: constant by which DistributedDataParallel divides gradients in 16 bits before it sums them; None takes
-            the power of two nearest to the square root of the number of processes.
     """
 
-    def __init__(self, make_reducer: ReducerFactory | None = None, divisor: float | None = None) -> None:
+    def __init__(self, make_reducer: ReducerFactory | None = None) -> None:
         super().__init__()
         self._make_reducer = make_reducer
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
-        self.divisor = divisor or 2.0 ** round(log2(self.world_size) / 2)
+        self.divisor = 2.0 ** round(log2(self.world_size) / 2)  # of gradients in 16 bits, before DDP sums them
         self._wrapped: DistributedDataParallel | None = None
+        self.replica_group: Any = distributed.group.WORLD
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
@@ -72,16 +71,16 @@ class Replicated(Parallel):
         immediately if another process has ended."""
         return distributed.new_group(backend="gloo", timeout=timedelta(days=365))
 
-    def checkpointer(self, files: LocalCheckpointer) -> ShardedCheckpointer:
-        return ShardedCheckpointer(files, self.world_size, self.rank)
+    def checkpointer(self, files: Checkpointer) -> ShardedCheckpointer:
+        return ShardedCheckpointer(files, self.replica_group.size(), self.replica_group.rank())
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         self._wrapped, self.reduction = None, Reduction()
         trainable.to(device)
-        if make_reducer := self._choose_reducer(self.world_size):
+        if make_reducer := self._choose_reducer():
             for p in trainable.parameters():
                 self._broadcast(p.detach(), distributed.group.WORLD)
-            self._attach_reducer(trainable, distributed.group.WORLD, make_reducer)
+            self._attach_reducer(trainable, make_reducer)
             return trainable
         # Parameters that are frozen during the run lack gradients.
         self._wrapped = DistributedDataParallel(trainable, find_unused_parameters=trainable.may_freeze)
@@ -93,8 +92,9 @@ class Replicated(Parallel):
         """Start the average of a bucket. That of gradients in 16 bits lacks a division by world_size / divisor, which
         `reduce` adds to their scale."""
         values.div_(self.divisor if values.dtype in HALF_FORMATS else self.world_size)
-        work: Any = distributed.all_reduce(values, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
+        return (
+            cast(Any, distributed.all_reduce(values, async_op=True)).get_future().then(lambda future: future.value()[0])
+        )
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         super().reduce(parameters)
@@ -110,24 +110,22 @@ class Replicated(Parallel):
         distributed.broadcast(on_device, group=group, group_src=0)
         values.copy_(on_device)
 
-    def _choose_reducer(self, replicas: int) -> ReducerFactory | None:
-        if self._make_reducer or self.grad_compression_rank is None or replicas == 1:
+    def _choose_reducer(self) -> ReducerFactory | None:
+        if self._make_reducer or self.grad_compression_rank is None or self.replica_group.size() == 1:
             return self._make_reducer
         return partial(PowerSGD, PowerSGDConfig(rank=self.grad_compression_rank))
 
-    def _attach_reducer(self, trainable: Trainable, group: Any, make_reducer: ReducerFactory) -> None:
-        """Average the gradients over a group by a reducer."""
-        self.reduction = OverlappedReducer(make_reducer(), buckets(trainable.model), Replicas(group))
+    def _attach_reducer(self, trainable: Trainable, make_reducer: ReducerFactory) -> None:
+        """Average the gradients over replicas by a reducer."""
+        self.reduction = OverlappedReducer(make_reducer(), buckets(trainable.model), Replicas(self.replica_group))
 
     def microbatch(self, last: bool) -> AbstractContextManager[object]:
         self.reduction.last = last
         return nullcontext() if last or self._wrapped is None else self._wrapped.no_sync()
 
     def assert_replicas_equal(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._compare_hashes(parameters, distributed.group.WORLD)
-
-    def _compare_hashes(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
-        """Raise `UserError` if the weights of a group's processes, which must be the same, have different hashes."""
+        """Compare hashes of the weights."""
+        group = self.replica_group
         parts = [to_local(p.detach()) for p in parameters]
         hashes = [torch.hash_tensor(x) if x.numel() else x.new_zeros((), dtype=torch.uint64) for x in parts]
         local = torch.stack(hashes).view(torch.int64)

@@ -32,12 +32,10 @@ from limner.distributed.gradient_reducers import Fp32Reducer
 from limner.distributed.overlapped_reducer import double_backward_error
 from limner.distributed.p2p_collectives import all_gather, all_to_all
 from limner.distributed.replicated import ReducerFactory, Replicated
-from limner.distributed.sharded_checkpoint import ShardedCheckpointer
 from limner.distributed.sharded_init import shard_in_place, shard_on_registration
 from limner.errors import UserError
 from limner.optim.dtensor import full_tensor, is_dtensor, shard_dim, to_local
 from limner.quantization import HalfLinear
-from limner.training.checkpoint import LocalCheckpointer
 from limner.training.parallel import Reduction
 from limner.training.train_module import Trainable
 
@@ -49,8 +47,7 @@ class Sharded(Replicated):
 
     Args:
         replicas: number of groups of processes that each hold a complete set of weights.
-        make_reducer: constructor of a gradient reducer for each trained model; None takes PowerSGD of
-            `grad_compression_rank`, or averages replicas in fp32.
+        make_reducer: as for `Replicated`, but averages replicas in fp32 without a rank.
 
     Raises `UserError` if `replicas` does not divide the number of processes.
     """
@@ -65,13 +62,11 @@ class Sharded(Replicated):
                 "or --dp-replicate per-node, which follows the number of machines"
             )
         sizes = (replicas, self.world_size // replicas)
-        self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        self.mesh, self.replica_group = mesh["shard"], mesh["replicate"].get_group()
         self._modules: list[FSDPModule] = []
         self._replicated: list[nn.Parameter] = []
         self._reduce_scatter = _ReduceScatter(0)
-
-    def checkpointer(self, files: LocalCheckpointer) -> ShardedCheckpointer:
-        return ShardedCheckpointer(files, self.mesh["replicate"].size(), self.mesh.get_local_rank("replicate"))
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
@@ -84,8 +79,7 @@ class Sharded(Replicated):
 
     def _shard(self, p: Tensor) -> Tensor:
         """Return this process's shard of a parameter, made contiguous: FSDP cannot shard channels-last kernels."""
-        mesh = self.mesh["shard"]
-        return distribute_tensor(p.contiguous(), mesh, [self._sharding(p)], src_data_rank=None)
+        return distribute_tensor(p.contiguous(), self.mesh, [self._sharding(p)], src_data_rank=None)
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """A model that was not built in `init_context` must be complete on each process."""
@@ -101,9 +95,9 @@ class Sharded(Replicated):
             self._broadcast(p.detach(), distributed.group.WORLD)
         with shard_in_place(trainable, self._initial_shard, self._replicated):
             self._apply_fsdp(trainable, dtype)
-        make_reducer, replicas = self._choose_reducer(self.mesh["replicate"].size()), self.mesh["replicate"]
-        if make_reducer or replicas.size() > 1:
-            self._attach_reducer(trainable, replicas.get_group(), make_reducer or Fp32Reducer)
+        make_reducer = self._choose_reducer()
+        if make_reducer or self.replica_group.size() > 1:
+            self._attach_reducer(trainable, make_reducer or Fp32Reducer)
         elif distributed.get_backend() == "gloo":  # only here: a reducer reads gradients directly after FSDP's scatter
             fp32_groups = [module for module in self._modules if not isinstance(module, HalfLinear)]
             self._reduce_scatter = _ReduceScatter(len(fp32_groups))
@@ -117,7 +111,7 @@ class Sharded(Replicated):
             self._broadcast(p, distributed.group.WORLD)
             return self._shard(p)
         p = p.contiguous()
-        self._broadcast(to_local(p), self.mesh["replicate"].get_group())
+        self._broadcast(to_local(p), self.replica_group)
         return p
 
     def _apply_fsdp(self, trainable: nn.Module, dtype: torch.dtype) -> None:
@@ -132,13 +126,13 @@ class Sharded(Replicated):
             self._modules += chain.from_iterable(groups)
             first = first or ahead[0]
         rest = fully_shard(
-            trainable, mesh=self.mesh["shard"], shard_placement_fn=self._sharding, ignored_params=set(self._replicated)
+            trainable, mesh=self.mesh, shard_placement_fn=self._sharding, ignored_params=set(self._replicated)
         )
         rest.set_modules_to_forward_prefetch(first)
         self._modules.append(rest)
         if self.device.type == "cpu" and (overlap := getattr(rest, "_set_unshard_async_op", None)):
             overlap(True)  # GPUs gather in a separate stream; gloo overlaps only with this option
-        if distributed.get_backend() == "gloo" and self.mesh["shard"].size() == 2:  # see `all_gather` on the limit
+        if distributed.get_backend() == "gloo" and self.mesh.size() == 2:  # see `all_gather` on the limit
             for module in self._modules:
                 module.set_custom_all_gather(_AllGather())  # pyright: ignore[reportArgumentType]
 
@@ -148,9 +142,7 @@ class Sharded(Replicated):
         halves = [module for module in block.modules() if isinstance(module, HalfLinear)]
         linear = halves or [module for module in block.modules() if type(module) is nn.Linear]
         inner: list[FSDPModule] = []
-        shards: Any = {
-            "mesh": self.mesh["shard"], "shard_placement_fn": self._sharding, "reshard_after_forward": reshard,
-        }  # fmt: skip
+        shards: Any = {"mesh": self.mesh, "shard_placement_fn": self._sharding, "reshard_after_forward": reshard}
         if dtype != torch.float32 and linear:
             # The warning is about in-place changes of a linear layer's output; no code makes them.
             warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP(Half)?Linear.* returned a view tensor")
@@ -160,7 +152,7 @@ class Sharded(Replicated):
         return [fully_shard(block, **shards), *inner]
 
     def _sharding(self, p: Tensor) -> Shard:
-        return Shard(shard_dim(p.shape, self.mesh["shard"].size()))
+        return Shard(shard_dim(p.shape, self.mesh.size()))
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
@@ -187,15 +179,16 @@ class Sharded(Replicated):
             for grad, part in zip(grads, parts, strict=True):
                 grad.copy_(part.view_as(grad))
 
-    def assert_replicas_equal(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._compare_hashes(parameters, self.mesh["replicate"].get_group())
 
-
-class _AllGather:
-    """All-gather of FSDP for two processes on gloo, in both directions of their link (`p2p_collectives.py`)."""
+class _Allocator:
+    """The allocation of buffers that FSDP asks of a collective."""
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocator):
+    """All-gather of FSDP for two processes on gloo, in both directions of their link (`p2p_collectives.py`)."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: distributed.ProcessGroup, async_op: bool = False
@@ -207,7 +200,7 @@ class _AllGather:
         return None
 
 
-class _ReduceScatter:
+class _ReduceScatter(_Allocator):
     """Reduce-scatter of FSDP on gloo, overlapped with the backward pass.
 
     On CPUs FSDP waits for each group when it sends it, and gloo's reduce-scatter is an all-reduce, which sends twice as
@@ -220,9 +213,6 @@ class _ReduceScatter:
     def __init__(self, groups: int) -> None:
         self._groups, self._started = groups, 0
         self._in_flight: deque[tuple[distributed.Work, Tensor, Tensor, Tensor]] = deque()
-
-    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: distributed.ProcessGroup, op: object,

@@ -34,7 +34,7 @@ from torch import Tensor, distributed, nn
 from limner.atomic_io import file_hash
 from limner.errors import UserError
 from limner.optim.dtensor import is_dtensor, to_local
-from limner.training.checkpoint import Checkpointer, LocalCheckpointer, Tensors, write_error
+from limner.training.checkpoint import Checkpointer, Tensors, write_error
 
 T = TypeVar("T")
 VISIBILITY_TIMEOUT = 60.0  # seconds for a network file system to show a new file
@@ -48,7 +48,8 @@ class ShardedCheckpointer(Checkpointer):
         replicas: number of processes that hold the same shards; this process has index `replica`.
     """
 
-    def __init__(self, files: LocalCheckpointer, replicas: int = 1, replica: int = 0) -> None:
+    def __init__(self, files: Checkpointer, replicas: int = 1, replica: int = 0) -> None:
+        super().__init__(files.run, files.keep)
         self.files, self.rank = files, distributed.get_rank()
         self._holders = {True: (replicas, replica), False: (distributed.get_world_size(), self.rank)}
         self._group: Any = distributed.new_group(backend="gloo")
@@ -61,7 +62,7 @@ class ShardedCheckpointer(Checkpointer):
         self.flush()
         self._copy(tensors)
         self._pending = self._thread.submit(self._write, step, deepcopy(state))  # because training changes parts of it
-        return self.files.path(step)
+        return self.path(step)
 
     def flush(self) -> None:
         """Wait until all processes have written the last save."""
@@ -73,14 +74,10 @@ class ShardedCheckpointer(Checkpointer):
         """Wait for the last save; return the newest undamaged checkpoint, found by rank 0."""
         self.flush()
         newest = self._all_gather(lambda: self.files.latest() if self.rank == 0 else None)[0]
-        return self.files.folder / newest.name if newest else None
+        return self.folder / newest.name if newest else None
 
-    def load(self, checkpoint: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
-        """Any number of processes may have saved; this process reads its shards."""
-        return self.files.load(checkpoint, model)
-
-    def error_buffers(self, checkpoint: Path, model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
-        return self.files.error_buffers(checkpoint, model, *self._holders[True])
+    def error_buffers(self, checkpoint: Path, model: nn.Module, *_: int) -> Iterator[Mapping[str, Tensor]]:
+        return super().error_buffers(checkpoint, model, *self._holders[True])
 
     def acquire(self) -> None:
         """Raises `UserError` if processes do not see each other's files."""
@@ -90,13 +87,13 @@ class ShardedCheckpointer(Checkpointer):
                 if self.rank:
                     return ""
                 self.files.acquire()
-                return Path(stack.enter_context(TemporaryDirectory(dir=self.files.folder))).name
+                return Path(stack.enter_context(TemporaryDirectory(dir=self.folder))).name
 
-            marked = self.files.folder / self._all_gather(mark)[0]
+            marked = self.folder / self._all_gather(mark)[0]
             seen = self._all_gather(lambda: _appears(marked))
             if not all(seen):
                 raise UserError(
-                    f"the folder {self.files.folder.parent} is not shared by all processes: process "
+                    f"the folder {self.run} is not shared by all processes: process "
                     f"{seen.index(False)} does not see the files of process 0; choose a folder on a shared file system"
                 )
 
@@ -137,7 +134,7 @@ class ShardedCheckpointer(Checkpointer):
                 def begin() -> str:
                     return "" if self.rank else stack.enter_context(self.files.create(step, state, sums)).name
 
-                folder = self.files.folder / self._all_gather(begin)[0]
+                folder = self.folder / self._all_gather(begin)[0]
                 writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
                 dcp.save(self._copies, storage_writer=writer, process_group=self._group)
                 pattern = f"shard-{self.rank + 1:05d}-*"
@@ -146,9 +143,9 @@ class ShardedCheckpointer(Checkpointer):
                 self._all_gather(stack.close)
         except CheckpointException as error:
             number, (reason, _) = next(iter(error.failures.items()))
-            raise write_error(self.files.path(step), f"process {number}: {reason}") from error
+            raise write_error(self.path(step), f"process {number}: {reason}") from error
         except OSError as error:
-            raise write_error(self.files.path(step), error) from error
+            raise write_error(self.path(step), error) from error
 
     def _all_gather(self, function: Callable[[], T]) -> list[T]:
         """Call `function` on all processes and return the results by rank. If it fails on one, all raise its error."""

@@ -33,12 +33,11 @@ from limner.recipes.recipe import STAGE_TITLES, Recipe, Stage, resolve
 from limner.runs.codebook_monitor import CollapseWarning
 from limner.runs.run_data import RunData
 from limner.text.bpe import Tokenizer
-from limner.training.checkpoint import completed, load_weights
+from limner.training.checkpoint import completed, fill_model, load_weights, model_tensors
 from limner.training.hooks import Hook
 from limner.training.kernel_report import KernelReport
 from limner.training.loop import train
 from limner.training.rms_monitor import RMSMonitor
-from limner.training.state_tensors import fill_model, model_tensors
 from limner.training.train_state import Evaluate, TrainState
 
 _EVALUATION_BATCH = {"prior": 64, "contrastive": 128}

@@ -21,8 +21,9 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -30,8 +31,8 @@ from torch import Tensor, nn
 from limner.atomic_io import atomic_folder, file_hash
 from limner.errors import UserError
 from limner.json_files import read_mapping
+from limner.optim.dtensor import shard_like
 from limner.training import dcp_reader
-from limner.training.state_tensors import check_shapes, fill_model, model_tensors
 
 FOLDER = "checkpoints"
 STATE = "state.json"
@@ -43,38 +44,9 @@ START_FILE = re.compile(r"start-(\d{8,18})")
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
-class Checkpointer(Protocol):
-    """A store of training states, such as `LocalCheckpointer`. All ranks call its methods in the same order."""
-
-    def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
-        """Save tensors, by group and name, and JSON values atomically; return the path. Writing may continue in the
-        background. Raises `UserError` if this state or the one before cannot be written; earlier ones are untouched.
-        """
-        ...
-
-    def flush(self) -> None:
-        """Wait for the last save. Raises `UserError` if writing fails."""
-
-    def latest(self) -> Path | None:
-        """Return the newest undamaged state; None before the first."""
-        ...
-
-    def load(self, checkpoint: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
-        """Return the tensors of a state, on the CPU and without the error buffers of replicas, and its JSON values.
-        Raises `UserError` if the state is damaged."""
-        ...
-
-    def error_buffers(self, checkpoint: Path, model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
-        """Yield the group "errors" of this replica if the number of replicas is unchanged, else of all replicas."""
-        ...
-
-    def acquire(self) -> None:
-        """Take over the run: remove leftovers of killed processes, and end saving by processes on machines that the
-        run's lock does not reach. The caller must hold the lock."""
-
-
-class LocalCheckpointer(Checkpointer):
-    """A `Checkpointer` that one process writes with. It keeps the last `keep` checkpoints of the run `run`.
+class Checkpointer:
+    """The store of the states of the run `run`, which keeps the last `keep`. Here one process writes; the subclass
+    `ShardedCheckpointer` writes with all. All ranks call the methods in the same order.
 
     Each start of a run takes the next number, a file `start-00000003`. A checkpoint gets its name only while the number
     of its start is the newest. If a network failure separates two groups of machines, the older start ends.
@@ -89,12 +61,17 @@ class LocalCheckpointer(Checkpointer):
         return self.folder / f"step-{step:08d}"
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
-        """Write a file for each group."""
+        """Save tensors, by group and name, and JSON values atomically; return the path. Writing may continue in the
+        background. Raises `UserError` if this state or the one before cannot be written; earlier ones are untouched.
+        """
         with self.create(step, state, {}) as folder:
             for name, group in tensors.items():
                 on_cpu = {k: t.detach().cpu().contiguous() for k, t in group.items()}
                 save_file(on_cpu, folder / f"{name}.safetensors")
         return self.path(step)
+
+    def flush(self) -> None:
+        """Wait for the last save. Raises `UserError` if writing fails."""
 
     @contextmanager
     def create(self, step: int, state: Mapping[str, Any], sums: Mapping[str, str]) -> Iterator[Path]:
@@ -104,9 +81,6 @@ class LocalCheckpointer(Checkpointer):
         Args:
             state: everything but tensors, as JSON values.
             sums: checksums by file name, which the block may fill; missing ones are computed.
-
-        Raises:
-            UserError: writing fails (for example, the disk is full); earlier checkpoints are untouched.
         """
         final = self.path(step)
         try:
@@ -124,20 +98,26 @@ class LocalCheckpointer(Checkpointer):
             shutil.rmtree(removed, ignore_errors=True)
 
     def latest(self) -> Path | None:
+        """Return the newest undamaged state; None before the first."""
         return latest(self.run)
 
-    def load(self, checkpoint: Path, model: nn.Module) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Read only this process's shard of a parameter that is sharded here and in the file."""
+    def load(self, checkpoint: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
+        """Return the tensors of a state, on the CPU and without the error buffers of replicas, and its JSON values.
+        Tensors of a parameter that is sharded here and in the file are this process's shards. Raises `UserError` if the
+        state is damaged."""
         return read_groups(checkpoint, parameters=dict(model.named_parameters())), read_state(checkpoint)
 
     def error_buffers(
         self, checkpoint: Path, model: nn.Module, replicas: int = 1, replica: int = 0
-    ) -> Iterator[dict[str, Tensor]]:
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """Yield the group "errors" of this replica if the number of replicas is unchanged, else of all replicas."""
         names = dcp_reader.replica_groups(checkpoint)
         for name in [f"errors.{replica}"] if len(names) == replicas else names:
             yield read_groups(checkpoint, (name,), dict(model.named_parameters()))[name]
 
     def acquire(self) -> None:
+        """Take over the run: remove leftovers of killed processes, and end saving by processes on machines that the
+        run's lock does not reach. The caller must hold the lock."""
         self.folder.mkdir(parents=True, exist_ok=True)
         while True:
             self._number = self._newest() + 1
@@ -250,6 +230,36 @@ def read_groups(
             except (OSError, SafetensorError) as error:
                 raise UserError(f"cannot read {path}: {error}") from None
     return groups
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name; a tied tensor has its first name."""
+    unique: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        unique.setdefault(id(tensor), name)
+    return {name: state[name].detach() for name in unique.values()}
+
+
+@torch.no_grad()
+def fill_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Copy tensors into the model. Raises `UserError` unless names and shapes match exactly."""
+    targets = model_tensors(model)
+    check_shapes(targets, {name: tensor.shape for name, tensor in tensors.items()}, where)
+    for name, tensor in targets.items():
+        tensor.copy_(shard_like(tensors[name], tensor))
+
+
+def check_shapes(targets: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], where: str) -> None:
+    """Raise `UserError` if `shapes`, found in `where`, do not match names and shapes of a model's tensors exactly."""
+    for name in dict.fromkeys([*targets, *shapes]):
+        if name not in shapes:
+            raise UserError(f"{where} lacks {name!r}: it belongs to a model with another config")
+        if name not in targets:
+            raise UserError(f"unexpected tensor {name!r} in {where}: it belongs to a model with another config")
+        if targets[name].shape != shapes[name]:
+            shape, expected = list(shapes[name]), list(targets[name].shape)
+            raise UserError(f"{name!r} has shape {shape} in {where}, but {expected} in the model")
 
 
 def load_weights(model: nn.Module, folder: str | Path, averaged: bool = True) -> Path:

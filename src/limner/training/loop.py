@@ -9,18 +9,18 @@ checkpoint holds all of it: on a CPU, a run that is killed and restarted in the 
 bit, as an uninterrupted run. Randomness comes only from `generator`, torch's global generator (dropout layers) and the
 stream.
 
-Other behavior is passed in: hooks (`hooks.Hook`), the parallel strategy (`parallel.Parallel`, to `TrainState`) and the
-store of checkpoints (`checkpoint.Checkpointer`).
-
 Order within a step: update (`step.update`), log and evaluate, checkpoint, stop on request. In logs, checkpoints and
 evaluations `step` is the number of updates done.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+import os
+import signal
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -29,24 +29,16 @@ from limner.errors import UserError
 from limner.json_files import write_json
 from limner.progress import Progress
 from limner.quantization.low_precision import to_linear
-from limner.training.checkpoint import Checkpointer, LocalCheckpointer
+from limner.training.checkpoint import Checkpointer
 from limner.training.config import description
 from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
-from limner.training.signals import Signals
-from limner.training.state import Stateful, restore, save
+from limner.training.state import Batches, restore, save
 from limner.training.step import update
-from limner.training.train_module import Batch
 from limner.training.train_state import SKIPPED, Diverged, Evaluate, TrainState
 
-__all__ = ["Batches", "Interrupted", "TrainResult", "train"]
-
-
-class Batches(Stateful, Protocol):
-    """An endless iterator over batches, whose state is its position."""
-
-    def __next__(self) -> Batch: ...
+__all__ = ["Batches", "Interrupted", "TrainResult", "stop_signals", "train"]
 
 
 class Interrupted(Exception):
@@ -59,14 +51,8 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """The result of a finished run.
-
-    Attributes:
-        step: number of updates, including skipped ones.
-        skipped: number of updates skipped because their loss or gradient was not finite.
-        checkpoint: path of the last checkpoint.
-        metrics: the last line of `metrics.jsonl`.
-    """
+    """The result of a finished run: the number of updates, how many of them were skipped because loss or gradient was
+    not finite, the path of the last checkpoint, and the last line of `metrics.jsonl`."""
 
     step: int
     skipped: int
@@ -94,7 +80,7 @@ def train(
         run: a new state.
         evaluate: (model, step) -> metrics; called with averaged weights, in eval mode, without gradients, under the
             run's precision. Drawing random numbers in it does not affect training.
-        hooks: called in this order; their names must differ.
+        hooks: called in this order (`hooks.Hook`); their names must differ.
         record: configs and JSON values that describe the rest of the run (model, objective, data). Saved in
             `config.json`; resuming with another record raises `UserError`.
         checkpointer: store of states; by default files in `out/checkpoints`, as the run's strategy writes them.
@@ -109,7 +95,7 @@ def train(
     if len({hook.name for hook in hooks}) < len(hooks):
         raise ValueError(f"two of the hooks {', '.join(hook.name for hook in hooks)} have one name: rename one")
     out, bar, is_main = Path(out), bar or Progress("training"), run.parallel.is_main
-    checkpointer = checkpointer or run.parallel.checkpointer(LocalCheckpointer(out, run.config.keep))
+    checkpointer = checkpointer or run.parallel.checkpointer(Checkpointer(out, run.config.keep))
     with exclusive_lock(out) if is_main else nullcontext(), ExitStack() as stack:
         hooks = [*scaling(run), *hooks]
         for hook in hooks:
@@ -121,7 +107,7 @@ def train(
             write_json(out / "config.json", described, indent=2)
         log = stack.enter_context(closing(MetricsLog(out / "metrics.jsonl", run.step, writes=is_main)))
         try:
-            loop.finish_steps(log, stack.enter_context(Signals()))
+            loop.finish_steps(log, stack.enter_context(stop_signals()))
         except Diverged as error:
             saved = checkpointer.latest()
             state = f"the last good checkpoint is {saved}" if saved else "there is no checkpoint yet"
@@ -161,7 +147,7 @@ class _Loop:
         self.bar.resume(run.step)
         run.model.train()
 
-    def finish_steps(self, log: MetricsLog, signals: Signals) -> None:
+    def finish_steps(self, log: MetricsLog, signals: Collection[int]) -> None:
         """Run the remaining steps. After a step log, evaluate and save if that is due."""
         run, config = self.run, self.run.config
         while run.step < config.steps:
@@ -173,7 +159,7 @@ class _Loop:
                 log.write(self._row(metrics, evaluates))
             if last and run.loss_exploded:
                 raise run.diverged()
-            stop = run.parallel.any(signals.received)
+            stop = run.parallel.any(bool(signals))
             if last or stop or (run.step % config.checkpoint_every == 0 and not run.consecutive_bad_steps):
                 self.saved = saved = save(run, self.stream, self.hooks, self.description, self.checkpointer)
                 if last or stop:
@@ -193,3 +179,28 @@ class _Loop:
             for hook in self.hooks:
                 hook.after_eval(self.run, evaluation)
         return row
+
+
+@contextmanager
+def stop_signals() -> Iterator[Collection[int]]:
+    """Yield the signals received within the block, SIGINT or SIGTERM. A second of one kind raises `KeyboardInterrupt`.
+
+    On Ctrl-C the terminal sends SIGINT to all processes that `torchrun` has started, and `torchrun` sends them SIGTERM.
+    `torchrun` kills processes that still run after 30 s, or after its --shutdown-timeout (torch 2.12).
+    """
+    received: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        if number in received:
+            raise KeyboardInterrupt
+        received.append(number)
+        if len(received) == 1:  # `print` is unsafe within a signal handler
+            os.write(2, b"\nfinishing and saving this step; press Ctrl-C again to stop now\n")
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    previous = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM) if in_main_thread}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

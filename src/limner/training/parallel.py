@@ -25,7 +25,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from limner.optim.grad_access import total_norm, unscale
-from limner.training.checkpoint import Checkpointer, LocalCheckpointer
+from limner.training.checkpoint import Checkpointer
 from limner.training.train_module import Trainable
 
 
@@ -142,7 +142,7 @@ class Parallel(ABC):
         """Return a context manager whose block the writing rank runs first, the others after it."""
         return nullcontext()
 
-    def checkpointer(self, files: LocalCheckpointer) -> Checkpointer:
+    def checkpointer(self, files: Checkpointer) -> Checkpointer:
         """Return a checkpointer that keeps the states of all ranks in `files`."""
         return files
 

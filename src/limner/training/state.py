@@ -20,22 +20,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from limner.errors import UserError
 from limner.numerics.seeding import fold_in
-from limner.optim.dtensor import to_local
-from limner.training.checkpoint import Checkpointer, Tensors
+from limner.optim.dtensor import shard_like, to_local
+from limner.training.checkpoint import Checkpointer, Tensors, fill_model, model_tensors
 from limner.training.config import check_resumable
 from limner.training.dcp_reader import replica_groups
 from limner.training.hooks import Hook
-from limner.training.state_tensors import fill_model, load_optimizers, model_tensors, optimizer_tensors
+from limner.training.train_module import Batch
 from limner.training.train_state import TrainState
 from limner.version import __version__
 
 
-class Stateful(Protocol):
-    """An object whose state consists of JSON values."""
+class Batches(Protocol):
+    """An endless iterator over batches, whose state is its position, in JSON values."""
+
+    def __next__(self) -> Batch: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -43,7 +45,7 @@ class Stateful(Protocol):
 
 
 def save(
-    run: TrainState, stream: Stateful, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
+    run: TrainState, stream: Batches, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
 ) -> Path:
     """Save the complete state of a run; return the path. Each rank passes its shards of sharded tensors to the
     checkpointer.
@@ -83,7 +85,7 @@ def save(
 
 
 def restore(
-    run: TrainState, stream: Stateful, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
+    run: TrainState, stream: Batches, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
 ) -> Path | None:
     """Restore the newest state; return its path, or None before the first. `description` has all configs by name, as
     `config.description` returns them. Raises `UserError` if the state does not fit the run."""
@@ -105,7 +107,7 @@ def restore(
 
 
 def _load(
-    run: TrainState, stream: Stateful, hooks: Sequence[Hook], tensors: Tensors, state: Mapping[str, Any], where: str
+    run: TrainState, stream: Batches, hooks: Sequence[Hook], tensors: Tensors, state: Mapping[str, Any], where: str
 ) -> None:
     fill_model(run.model, tensors["model"], where)
     load_optimizers(run.model, run.optimizers, tensors["optimizer"], where)
@@ -120,6 +122,37 @@ def _load(
     run.step, run.skipped = int(state["step"]), int(state["skipped"])
     run.consecutive_bad_steps, run.seconds = int(state["consecutive_bad_steps"]), float(state["seconds"])
     run.initial_loss = None if state["initial_loss"] is None else float(state["initial_loss"])
+
+
+def optimizer_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Return the state of the optimizers as "KEY.PARAMETER" -> tensor."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    states = (entry for optimizer in optimizers for entry in optimizer.state.items())
+    return {f"{key}.{names[p]}": value for p, state in states for key, value in state.items()}
+
+
+def load_optimizers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor], where: str
+) -> None:
+    """Load the result of `optimizer_tensors`, except learning rates and decay. Raises `UserError` on a mismatch."""
+    parameters = dict(model.named_parameters())
+    owner = {
+        p: (optimizer, i)
+        for optimizer in optimizers
+        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+    }
+    states: dict[torch.optim.Optimizer, dict[int, dict[str, Tensor]]] = {optimizer: {} for optimizer in optimizers}
+    for entry, tensor in tensors.items():
+        key, _, name = entry.partition(".")
+        p = parameters.get(name)
+        if p is None or p not in owner or (tensor.ndim and tensor.shape != p.shape):
+            raise UserError(f"the optimizer state {entry!r} in {where} does not fit the model")
+        optimizer, i = owner[p]
+        if tensor.ndim:  # in the parameter's own layout: fused kernels ignore strides
+            tensor = torch.empty_like(p, dtype=tensor.dtype).copy_(shard_like(tensor, p))
+        states[optimizer].setdefault(i, {})[key] = tensor
+    for optimizer, state in states.items():
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _load_parallel(run: TrainState, tensors: Mapping[str, Tensor], checkpointer: Checkpointer, where: Path) -> None:

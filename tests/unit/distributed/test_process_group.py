@@ -69,7 +69,7 @@ def test_an_error_of_its_own_keeps_its_name(error: str) -> None:
 @pytest.mark.parametrize("kind", ["fsdp", "zero2"])
 def test_one_remaining_machine_is_a_replica_and_resumes_with_its_error_buffers(kind: Kind) -> None:
     with join_process_group(kind, "per-node", PowerSGD) as parallel:
-        assert isinstance(parallel, Sharded) and parallel.mesh.shape == (1, 1)
+        assert isinstance(parallel, Sharded) and shape(parallel) == (1, 1)
         model = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=2, heads=2)
         parallel.prepare(Trainable(model.build(), Autoregressive()), torch.device("cpu"), torch.float32)
         assert len(parallel.reduction.error_buffers()) == 8
@@ -97,7 +97,11 @@ def test_replicas_are_the_machines_of_this_start(monkeypatch: pytest.MonkeyPatch
 def shape_of_machines(processes: int) -> tuple[int, ...]:
     """Replicas and shards of a process that `torchrun` has started with so many on each machine."""
     os.environ |= {"WORLD_SIZE": str(distributed.get_world_size()), "LOCAL_WORLD_SIZE": str(processes)}
-    return Sharded(count_nodes()).mesh.shape
+    return shape(Sharded(count_nodes()))
+
+
+def shape(parallel: Sharded) -> tuple[int, int]:
+    return parallel.replica_group.size(), parallel.mesh.size()
 
 
 def test_the_first_process_warns() -> None:

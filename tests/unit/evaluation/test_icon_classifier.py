@@ -1,5 +1,8 @@
 """The classifier reads subject and style in spite of pixel noise, and is trained once."""
 
+import signal
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -59,13 +62,8 @@ def test_interrupted_training_resumes(tmp_path, monkeypatch):
     config = IconClassifierConfig(width=8, steps=6, batch_size=20)
     whole = train_classifier(toys(), tmp_path / "whole", config)
 
-    class Stopped:
-        received = True
-        __enter__ = lambda self: self  # noqa: E731
-        __exit__ = lambda self, *_: None  # noqa: E731
-
     with monkeypatch.context() as patch:
-        patch.setattr("limner.training.loop.Signals", Stopped)
+        patch.setattr("limner.training.loop.stop_signals", lambda: nullcontext([signal.SIGTERM]))
         with pytest.raises(Interrupted):
             train_classifier(toys(), tmp_path / "parts", config)
     parts = train_classifier(toys(), tmp_path / "parts", config)

@@ -11,7 +11,7 @@ import torch
 from limner import recipes
 from limner.errors import UserError
 from limner.runs.parallel_stage import LOG_FILE, WorkerHook, contrastive_in_parallel
-from limner.training.checkpoint import LocalCheckpointer
+from limner.training.checkpoint import Checkpointer
 from tiny import tiny_recipe
 
 
@@ -80,7 +80,7 @@ def test_the_reason_is_found_in_the_log(tmp_path, log, code, reason):
 @pytest.mark.parametrize("skipped", [0, 14])
 def test_skipped_updates_of_the_worker_are_printed(tmp_path, monkeypatch, capsys, skipped):
     state = {"step": 15, "skipped": skipped}
-    LocalCheckpointer(tmp_path / "contrastive", 1).save(15, {"x": {"x": torch.zeros(1)}}, state)
+    Checkpointer(tmp_path / "contrastive", 1).save(15, {"x": {"x": torch.zeros(1)}}, state)
     monkeypatch.setattr("sys.executable", shutil.which("true"))
     with contrastive_in_parallel(tiny_recipe(), "data", tmp_path, -1):
         pass

@@ -9,8 +9,8 @@ from torch import nn
 from checkpoints import read_tensors
 from limner.errors import UserError
 from limner.training import checkpoint
-from limner.training.checkpoint import LocalCheckpointer, completed, latest
-from limner.training.state_tensors import fill_model, load_optimizers, model_tensors, optimizer_tensors
+from limner.training.checkpoint import Checkpointer, completed, fill_model, latest, model_tensors
+from limner.training.state import load_optimizers, optimizer_tensors
 
 
 class Tied(nn.Module):
@@ -26,7 +26,7 @@ class Tied(nn.Module):
 
 
 def write(run: Path, step: int, keep: int = 2) -> Path:
-    return LocalCheckpointer(run, keep).save(step, {"model": {"w": torch.full((2,), float(step))}}, {"step": step})
+    return Checkpointer(run, keep).save(step, {"model": {"w": torch.full((2,), float(step))}}, {"step": step})
 
 
 def test_the_newest_are_kept_and_nothing_is_pickled(tmp_path: Path) -> None:
@@ -62,12 +62,12 @@ def test_files_of_a_killed_process_are_ignored_and_removed(tmp_path: Path) -> No
         (tmp_path / "checkpoints" / name).mkdir()
     (tmp_path / "checkpoints" / "step-00000004").touch()  # no folder
     assert latest(tmp_path) == good
-    LocalCheckpointer(tmp_path, 1).acquire()
+    Checkpointer(tmp_path, 1).acquire()
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {good.name, "start-00000001"}
 
 
 def test_only_the_newest_start_of_a_run_saves(tmp_path: Path) -> None:
-    older, newer = LocalCheckpointer(tmp_path, 2), LocalCheckpointer(tmp_path, 2)
+    older, newer = Checkpointer(tmp_path, 2), Checkpointer(tmp_path, 2)
     for files in (older, newer):
         files.acquire()
     good = newer.save(4, {"model": {"x": torch.zeros(2)}}, {"step": 4})
@@ -144,7 +144,7 @@ def test_tied_and_buffered_models_come_back(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
     model.count += 3
     assert list(model_tensors(model)) == ["count", "table.weight"]
-    path = LocalCheckpointer(tmp_path, 1).save(1, {"model": model_tensors(model)}, {})
+    path = Checkpointer(tmp_path, 1).save(1, {"model": model_tensors(model)}, {})
     checkpoint.load_weights(other, tmp_path)
     assert other.head.weight is other.table.weight and other.count == 3
     assert torch.equal(other.table.weight, model.table.weight)
@@ -190,7 +190,7 @@ def test_optimizer_state_is_matched_by_name(tmp_path: Path) -> None:
         optimizer.step()
     tensors = optimizer_tensors(model, [optimizer])
     assert tensors["exp_avg.0.weight"].shape == (3, 3) and tensors["step.1.weight"] == 3
-    LocalCheckpointer(tmp_path, 1).save(1, {"optimizer": tensors}, {})
+    Checkpointer(tmp_path, 1).save(1, {"optimizer": tensors}, {})
     other, fresh = build()
     read = read_tensors(completed(tmp_path)[0], "optimizer")
     load_optimizers(other, [fresh], read, "it")

@@ -14,7 +14,7 @@ from checkpoints import read_tensors
 from limner.errors import UserError
 from limner.planner.memory_tracker import MemoryTracker
 from limner.training import dcp_reader
-from limner.training.checkpoint import LocalCheckpointer, completed, latest, load_weights
+from limner.training.checkpoint import Checkpointer, completed, latest, load_weights
 
 WEIGHT, MEAN = torch.arange(15.0).view(5, 3), torch.arange(15, dtype=torch.int16).view(5, 3)
 
@@ -56,10 +56,10 @@ def test_states_written_by_single_replicas_are_read_on_the_ranks_that_ask(three:
     assert dcp_reader.read(three, None, {}).keys() == {"errors.x", "model", "optimizer"}
     model = nn.Linear(3, 5, bias=False)
     for replicas, expected in ((1, [2, 10]), (3, [2, 10]), (2, [2])):
-        found = [group["weight"] for group in LocalCheckpointer(three, 1).error_buffers(three, model, replicas, 2)]
+        found = [group["weight"] for group in Checkpointer(three, 1).error_buffers(three, model, replicas, 2)]
         assert len(found) == len(expected)
         assert all(torch.equal(x, WEIGHT + replica) for x, replica in zip(found, expected, strict=True))
-    assert not list(LocalCheckpointer(three, 1).error_buffers(three / "none", model))
+    assert not list(Checkpointer(three, 1).error_buffers(three / "none", model))
 
 
 def test_weights_of_shards_load_into_a_model_alone(three: Path) -> None:
@@ -67,7 +67,7 @@ def test_weights_of_shards_load_into_a_model_alone(three: Path) -> None:
     (three / "state.json").write_text("{}")
     load_weights(model, three)
     assert torch.equal(model.weight, WEIGHT)
-    tensors, state = LocalCheckpointer(three, 1).load(three, model)
+    tensors, state = Checkpointer(three, 1).load(three, model)
     assert torch.equal(tensors["model"]["weight"], WEIGHT) and state == {}
 
 
@@ -138,7 +138,7 @@ def test_the_library_writes_what_is_read(tmp_path: Path) -> None:
 
 def test_a_run_resumes_from_the_older_checkpoint_if_a_file_of_shards_was_added(three: Path, tmp_path: Path) -> None:
     """A copied file may have parts that no other has, so that reading them all would fail."""
-    files, shards = LocalCheckpointer(tmp_path / "run", 2), list(three.glob("shard-*"))
+    files, shards = Checkpointer(tmp_path / "run", 2), list(three.glob("shard-*"))
     for step in (1, 2):
         with files.create(step, {"step": step}, {}) as fresh:
             for shard in shards:

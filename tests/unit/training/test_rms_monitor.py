@@ -19,7 +19,7 @@ from limner.numerics.formats import UE6M10
 from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW, grad_access, optimizers
 from limner.optim.adam_base import read_moment
 from limner.optim.optimizers import AdamWConfig, MuonConfig
-from limner.training.checkpoint import LocalCheckpointer, read_state
+from limner.training.checkpoint import Checkpointer, read_state
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.rms_monitor import RMSMonitor, rms
@@ -308,6 +308,6 @@ def test_a_run_that_diverges_ends_with_the_sentence_that_says_so(tmp_path, lr):
 def test_a_state_with_an_infinite_rms_is_resumed_from(tmp_path):
     hook, again = RMSMonitor(tmp_path), RMSMonitor(tmp_path)
     hook.rms = {"a": math.inf, "b": 1.5}
-    saved = LocalCheckpointer(tmp_path, 1).save(1, {"x": {"x": torch.zeros(1)}}, hook.state_dict())
+    saved = Checkpointer(tmp_path, 1).save(1, {"x": {"x": torch.zeros(1)}}, hook.state_dict())
     again.load_state_dict(read_state(saved))
     assert again.rms == hook.rms
