@@ -51,14 +51,10 @@ class Scale(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, scale: Tensor, form: FloatFormat | None) -> Tensor:
-        return upcast(x).view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, scale, ctx.form = inputs
+    def forward(ctx: Any, x: Tensor, scale: Tensor, form: FloatFormat | None) -> Tensor:
         ctx.save_for_backward(scale)
-        ctx.format = x.dtype
+        ctx.format, ctx.form = x.dtype, form
+        return upcast(x).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -70,12 +66,9 @@ class Unscale(torch.autograd.Function):
     """Identity; the gradient is filtered and divided by `scale`, in fp32."""
 
     @staticmethod
-    def forward(x: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
         return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -93,6 +86,12 @@ class _Scaler(Hook):
     def __init__(self, run: TrainState, scales: Mapping[Tensor, Tensor], handles: Sequence[RemovableHandle]) -> None:
         self._scales, self._handles = run.parallel.reduction.scales, handles
         self._scales |= scales
+
+    def leave_out(self, run: TrainState, parameters: Sequence[nn.Parameter]) -> None:
+        """Leave parameters out of the update."""
+        run.parallel.reduction.restore_error_feedback(parameters)
+        for p in parameters:
+            p.grad = None
 
     def close(self) -> None:
         self._scales.clear()
@@ -118,6 +117,7 @@ class PerBlockGradScaler(_Scaler):
     INIT_SCALE, MIN_SCALE, MAX_SCALE = 2.0**13, 2.0**7, 2.0**24
     GROWTH, BACKOFF = 2 ** (1 / 1_000), 2**0.5  # multiplies after finite gradients; divides after others
     BACKOFF_INTERVAL = 125  # least number of updates between two decreases of a scale
+    leaves_out_blocks = False  # if not, the training loop skips an update whose gradients are not finite
     saved = ("scales", "last_backoff", "skipped")
 
     def __init__(self, run: TrainState, form: FloatFormat | None = None) -> None:
@@ -150,15 +150,13 @@ class PerBlockGradScaler(_Scaler):
             if finite[i]:
                 scales[i] *= self.GROWTH
             else:
-                self.leave_out(run, block)
+                if self.leaves_out_blocks:
+                    self.leave_out(run, block)
                 self.skipped[i] += 1
                 if run.step - int(self.last_backoff[i]) >= self.BACKOFF_INTERVAL:
                     scales[i] /= self.BACKOFF
                     self.last_backoff[i] = run.step
         self.scales.copy_(torch.tensor(scales, dtype=torch.float32).clamp(self.MIN_SCALE, self.MAX_SCALE))
-
-    def leave_out(self, run: TrainState, block: Sequence[nn.Parameter]) -> None:
-        """Do nothing: the training loop skips an update whose gradients are not finite."""
 
     def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
         logs = self.scales.log2()
@@ -170,15 +168,7 @@ class PartialGradScaler(PerBlockGradScaler):
     """One scale for each resblock. If gradients of a block are not finite, the update leaves out only this block: small
     batches lose less of an update, at the price of blocks whose updates follow different numbers of batches."""
 
-    def leave_out(self, run: TrainState, block: Sequence[nn.Parameter]) -> None:
-        _leave_out(run, block)
-
-
-def _leave_out(run: TrainState, parameters: Sequence[nn.Parameter]) -> None:
-    """Leave parameters out of the update."""
-    run.parallel.reduction.restore_error_feedback(parameters)
-    for p in parameters:
-        p.grad = None
+    leaves_out_blocks = True
 
 
 def _run_within(module: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> list[RemovableHandle]:
@@ -259,7 +249,7 @@ class StaticLossScaler(_LossScaler):
         trained = [p for p in self.parameters if p.grad is not None]
         norms = _l1_norms(self.parameters, self.scale).tolist()
         overflowed = [p for p, norm in zip(trained, norms, strict=True) if not math.isfinite(norm)]
-        _leave_out(run, overflowed)
+        self.leave_out(run, overflowed)
         self.skipped += len(overflowed)
 
     def before_log(self, run: TrainState, row: dict[str, Any]) -> None:

@@ -17,18 +17,16 @@ __all__ = ["MetricsLog", "read_metrics"]
 
 
 class MetricsLog:
-    """Appends to a metrics file after removing the rows past `step`; None removes none. Each line is flushed.
+    """Appends to a metrics file after removing the rows past `step`. Each line is flushed.
 
     If several processes train one model, only one of them `writes`.
     """
 
-    def __init__(self, path: Path, step: int | None = 0, writes: bool = True) -> None:
-        self.last: Mapping[str, Any] = {}
-        if step is not None:
-            rows = [row for row in read_metrics(path) if row["step"] <= step]
-            self.last = rows[-1] if rows else {}
-            if writes and path.exists():
-                atomic_write_text(path, "".join(to_json(row) + "\n" for row in rows))
+    def __init__(self, path: Path, step: int = 0, writes: bool = True) -> None:
+        rows = [row for row in read_metrics(path) if row["step"] <= step]
+        self.last: Mapping[str, Any] = rows[-1] if rows else {}
+        if writes and path.exists():
+            atomic_write_text(path, "".join(to_json(row) + "\n" for row in rows))
         self._path, self._file = path, path.open("a", encoding="utf-8") if writes else None
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -45,7 +44,7 @@ class RMSMonitor(Hook):
 
     g_t is the clipped gradient, as in the optimizer; skipped updates are logged without RMS_t. Warns after the warm-up
     if RMS_t of a matrix reaches `RMS_SPIKE` in two consecutive steps, and again for the same matrix only after
-    `WARNING_INTERVAL` steps. Lines are written to the file with each report and each checkpoint.
+    `WARNING_INTERVAL` steps.
     """
 
     WARNING_INTERVAL = 1_000
@@ -55,10 +54,9 @@ class RMSMonitor(Hook):
         self.path = out / "stability.jsonl"
         self.rms: dict[str, float] = {}
         self.previous_rms: dict[str, float] = {}  # `rms` of the previous step
-        self.rows: list[dict[str, Any]] = []
+        self.log: MetricsLog | None = None
         self.warned: dict[str, int] = {}
         self.features: dict[str, Tensor] | None = None  # of this step; None unless `log_every` divides it
-        self.appending = False
         self.handles: list[RemovableHandle] = []
 
     def before_step(self, run: TrainState) -> None:
@@ -84,7 +82,9 @@ class RMSMonitor(Hook):
             values = torch.stack(list(self.features.values())).tolist()
             row["features"] = {name: float(f"{x:.3g}") for name, x in zip(self.features, values, strict=True)}
             self.features = None
-        self.rows.append(row)
+        if run.parallel.is_main:  # the first line removes those of steps that a resumed run repeats
+            self.log = self.log or MetricsLog(self.path, run.step - 1)
+            self.log.write(row)
         if run.step <= max(run.config.warmup_steps, MERGE_STEPS):
             return
         high = {
@@ -103,22 +103,11 @@ class RMSMonitor(Hook):
                 stacklevel=2,
             )
 
-    def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
-        self.before_save(run)
-
-    def before_save(self, run: TrainState) -> None:
-        """Append the lines. The first call removes lines of steps that a resumed run repeats."""
-        if self.rows and run.parallel.is_main:
-            with closing(MetricsLog(self.path, None if self.appending else self.rows[0]["step"] - 1)) as log:
-                for row in self.rows:
-                    log.write(row)
-            self.appending = True
-        self.rows = []
-
     def close(self) -> None:
+        if self.log:
+            self.log.close()
         for handle in self.handles:
             handle.remove()
-        self.handles = []
 
 
 def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
