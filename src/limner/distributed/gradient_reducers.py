@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,44 +19,26 @@ from jaxtyping import Float
 from torch import Tensor, distributed, nn
 
 from limner.blocks import named_blocks, resblocks
-from limner.numerics.formats import E6M9
+from limner.numerics.formats import E6M9, FloatFormat
 from limner.optim import grad_access
 from limner.optim.dtensor import to_local
 from limner.training.parallel import ReductionState
 
 __all__ = [
-    "Bf16Codec",
-    "Bf16Reducer",
-    "Bucket",
-    "Codec",
-    "Fp32Reducer",
-    "PendingWork",
-    "Replicas",
-    "average_grads",
-    "buckets",
+    "Bf16Codec", "Bf16Reducer", "Bucket", "Codec", "Fp32Reducer", "PendingWork", "Replicas", "average_grads", "buckets",
     "unpack_error",
-]
+]  # fmt: skip
 
 PendingWork = Iterator[distributed.Work]  # yields communication to wait for; ends when all is done
 
 
-@runtime_checkable
-class Codec(Protocol):
-    """A format for sending values, for example `numerics.formats.FloatFormat`."""
-
-    def pack(self, x: Tensor, /) -> Tensor: ...
-
-    def unpack(self, codes: Tensor, /) -> Tensor: ...
-
-
 class Bf16Codec:
-    """bfloat16, the upper half of fp32."""
+    """bfloat16, the upper half of fp32, with the interface of `FloatFormat`."""
 
-    def pack(self, x: Tensor) -> Tensor:
-        return x.bfloat16()
+    pack, unpack = staticmethod(Tensor.bfloat16), staticmethod(Tensor.float)
 
-    def unpack(self, codes: Tensor) -> Tensor:
-        return codes.float()
+
+Codec = FloatFormat | type[Bf16Codec]  # a format for sending values
 
 
 @dataclass
@@ -79,7 +61,7 @@ class Replicas:
         """Replace values by their mean over the replicas, in fp32. A ring sends each value 2 (R - 1) / R times."""
         if self.count > 1:
             self.sent += 2 * values.nbytes * (self.count - 1) // self.count
-            yield _started(distributed.all_reduce(values, group=self.group, async_op=True))
+            yield cast(distributed.Work, distributed.all_reduce(values, group=self.group, async_op=True))
             values /= self.count
 
     def compressed_mean(self, values: Float[Tensor, " n"], codec: Codec) -> PendingWork:
@@ -92,16 +74,13 @@ class Replicas:
         if self.count > 1:
             send, recv = codes.view(torch.uint8), torch.empty_like(codes)
             self.sent += 2 * send.numel() * (self.count - 1) // self.count
-            yield _started(distributed.all_to_all_single(recv.view(torch.uint8), send, group=self.group, async_op=True))
+            work = distributed.all_to_all_single(recv.view(torch.uint8), send, group=self.group, async_op=True)
+            yield cast(distributed.Work, work)
             mean = codec.pack(codec.unpack(recv).view(self.count, -1).mean(0))
             parts = list(send.view(self.count, -1))
-            yield _started(distributed.all_gather(parts, mean.view(torch.uint8), group=self.group, async_op=True))
+            work = distributed.all_gather(parts, mean.view(torch.uint8), group=self.group, async_op=True)
+            yield cast(distributed.Work, work)
         values.copy_(codec.unpack(codes)[: values.numel()])
-
-
-def _started(work: distributed.Work | None) -> distributed.Work:
-    assert work is not None  # async_op
-    return work
 
 
 @dataclass(frozen=True)
@@ -174,7 +153,7 @@ class Bf16Reducer(Fp32Reducer):
     """Averages gradients sent in bfloat16 and summed in fp32."""
 
     def mean(self, values: Float[Tensor, " n"]) -> PendingWork:
-        return self.replicas.compressed_mean(values, Bf16Codec())
+        return self.replicas.compressed_mean(values, Bf16Codec)
 
 
 def unpack_error(error: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, log2
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -125,10 +125,9 @@ class PowerSGD(Fp32Reducer):
 
     def make_matrix(self, name: str, p: nn.Parameter) -> Matrix | None:
         """Return None if two factors would not be smaller than the matrix, or if its shards differ in size."""
-        shards, dim = _shards(p), cast(Any, p).placements[0].dim if is_dtensor(p) else 0
-        if p.ndim < 2 or p.shape[dim] % shards:
+        shards, shard = _shards(p), to_local(p.detach())
+        if p.ndim < 2 or shard.numel() * shards != p.numel():
             return None
-        shard = to_local(p.detach())
         height, width = len(shard), shard[0].numel()
         m, n = sorted((height, width))
         r = max(1, min((self.config.rank or min(len(p), p[0].numel()) // 8) // shards, m))
@@ -265,7 +264,7 @@ def _inverse_root(n: int) -> float:
 
 def _shards(p: Tensor) -> int:
     """Return the number of shards of a parameter."""
-    return cast(Any, p).device_mesh.size() if is_dtensor(p) else 1
+    return p.device_mesh.size() if is_dtensor(p) else 1
 
 
 def _finite(tensors: list[Tensor]) -> Tensor:

@@ -20,8 +20,8 @@ Shapes: n values of all matrices, k matrices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -39,32 +39,8 @@ UNCOMPRESSED_UPDATES = 2  # the minimum that the hook accepts
 Q_KEY, UPDATES_KEY = "/Q", "/updates"  # keys in checkpoints; the other keys are names of parameters
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    """The interface of DDP's `GradBucket` that the hook uses; one bucket holds all matrices."""
-
-    values: Float[Tensor, " n"]
-    parts: list[Tensor]
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
-
-    def buffer(self) -> Tensor:
-        return self.values
-
-    def gradients(self) -> list[Tensor]:
-        return self.parts
-
-
 class TorchPowerSGD(Fp32Reducer):
-    """A `GradientReducer` by torch's PowerSGD hook.
-
-    Args:
-        rank: rank of the two factors of each matrix.
-    """
+    """Torch's PowerSGD hook, which sends two factors of rank `rank` for each matrix."""
 
     def __init__(self, rank: int = 32) -> None:
         self.rank = rank
@@ -79,7 +55,9 @@ class TorchPowerSGD(Fp32Reducer):
                 "--grad-compression powersgd"
             )
         self._num_matrices = sum(p.ndim > 1 for p in trained.values())
-        self._matrices = {name: p for name, p in trained.items() if p.ndim > 1 and self._shrinks(p)}
+        self._matrices = {
+            name: p for name, p in trained.items() if p.ndim > 1 and self._rank(p) * (len(p) + p[0].numel()) < p.numel()
+        }
         if not self._matrices:
             raise UserError(
                 f"two factors of rank {self.rank} would not be smaller than any of the model's {self._num_matrices} "
@@ -88,14 +66,11 @@ class TorchPowerSGD(Fp32Reducer):
         self._state: Any = PowerSGDState(
             replicas.group, self.rank, start_powerSGD_iter=UNCOMPRESSED_UPDATES, min_compression_rate=1
         )
-        reference = next(iter(self._matrices.values()))
-        count = sum(p.numel() for p in self._matrices.values())
-        self._state.error_dict[0] = torch.zeros(count, dtype=torch.float32, device=reference.device)
+        count, device = sum(p.numel() for p in self._matrices.values()), next(iter(trained.values())).device
+        self._state.error_dict[0] = torch.zeros(count, dtype=torch.float32, device=device)
 
-    def _shrinks(self, p: Tensor) -> bool:
-        """Return True if two factors are smaller than the matrix."""
-        height, width = len(p), p[0].numel()
-        return min(height, width, self.rank) * (height + width) < height * width
+    def _rank(self, p: Tensor) -> int:
+        return min(len(p), p[0].numel(), self.rank)
 
     def summary(self) -> str:
         count = f"{len(self._matrices)} of {self._num_matrices}"
@@ -117,7 +92,10 @@ class TorchPowerSGD(Fp32Reducer):
             if grad is not None and not skip:
                 part.copy_(grad_access.grad_values(grad))
         self._state.rng.seed(self._state.iter)  # for draws of Q, without saving a generator
-        yield cast(Any, powerSGD_hook(self._state, cast(Any, _Bucket(values, parts))))  # a future, awaited like `Work`
+        # Methods of DDP's `GradBucket` that the hook uses; one bucket holds all matrices.
+        methods = {"index": 0, "is_last": True, "buffer": values, "gradients": parts}
+        bucket: Any = SimpleNamespace(**{name: lambda value=value: value for name, value in methods.items()})
+        yield cast(Any, powerSGD_hook(self._state, bucket))  # a future, awaited like `Work`
         for part, error, grad, skip in zip(parts, self._errors, grads, skips, strict=True):
             if not part.isfinite().all():  # products have overflowed
                 error.zero_()
@@ -166,7 +144,9 @@ class TorchPowerSGD(Fp32Reducer):
                 error.copy_(unpack_error(saved))
         if UPDATES_KEY in tensors:
             self._state.iter = int(tensors[UPDATES_KEY])
-        ranks = [(min(len(p), p[0].numel(), self.rank), p) for p in self._matrices.values()]
-        if Q_KEY in tensors and tensors[Q_KEY].numel() == sum(r * p[0].numel() for r, p in ranks):
+        matrices = self._matrices.values()
+        if Q_KEY in tensors and tensors[Q_KEY].numel() == sum(self._rank(p) * p[0].numel() for p in matrices):
             self._state.q_memory_dict[0] = tensors[Q_KEY].to(self._state.error_dict[0].device, copy=True)
-            self._state.p_memory_dict[0] = self._state.error_dict[0].new_empty(sum(r * len(p) for r, p in ranks))
+            self._state.p_memory_dict[0] = self._state.error_dict[0].new_empty(
+                sum(self._rank(p) * len(p) for p in matrices)
+            )

@@ -7,29 +7,30 @@ single process does not need to spend.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 
 from limner import compat
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def is_dtensor(x: Tensor) -> bool:
+
+def is_dtensor(x: Tensor) -> TypeGuard[DTensor]:
     """Return True for a `DTensor`, without importing `torch.distributed.tensor`."""
     return hasattr(x, "full_tensor")
 
 
 def full_tensor(x: Tensor) -> Tensor:
     """All values of a tensor, gathered on every process. Collective: all processes must call it."""
-    sharded: Any = x
-    return sharded.full_tensor() if is_dtensor(x) else x
+    return x.full_tensor() if is_dtensor(x) else x
 
 
 def to_local(x: Tensor) -> Tensor:
     """Shard of a tensor on this process, possibly empty."""
-    sharded: Any = x
-    return sharded.to_local() if is_dtensor(x) else x
+    return x.to_local() if is_dtensor(x) else x
 
 
 def shard_like(x: Tensor, reference: Tensor) -> Tensor:
@@ -38,8 +39,7 @@ def shard_like(x: Tensor, reference: Tensor) -> Tensor:
         return x
     from torch.distributed.tensor import distribute_tensor
 
-    sharded: Any = reference
-    return distribute_tensor(x, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    return distribute_tensor(x, reference.device_mesh, reference.placements, src_data_rank=None)
 
 
 def from_local(x: Tensor, reference: Tensor) -> Tensor:
@@ -48,10 +48,8 @@ def from_local(x: Tensor, reference: Tensor) -> Tensor:
         return x
     from torch.distributed.tensor import DTensor
 
-    sharded: Any = reference
-    return DTensor.from_local(
-        x, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
-    )
+    size = {"shape": reference.shape, "stride": reference.stride()}
+    return DTensor.from_local(x, reference.device_mesh, reference.placements, run_check=False, **size)
 
 
 def shard_dim(shape: Sequence[int], shards: int) -> int:
@@ -66,10 +64,9 @@ def shard_dim(shape: Sequence[int], shards: int) -> int:
 def sum_over_shards(parts: Sequence[Tensor], tensors: list[Tensor]) -> Tensor:
     """Sum local results, [] for each of n tensors, over the shards of these tensors: [n]."""
     sums = torch.stack(list(parts))
-    if tensors and is_dtensor(tensors[0]):
+    if tensors and is_dtensor(sharded := tensors[0]):
         from torch import distributed
 
-        sharded: Any = tensors[0]
         for dimension, placement in enumerate(sharded.placements):
             if placement.is_shard():
                 distributed.all_reduce(sums, group=sharded.device_mesh.get_group(dimension))

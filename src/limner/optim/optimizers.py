@@ -19,14 +19,9 @@ from limner.optim.param_groups import DecayScope, block_matrices, parameter_grou
 from limner.validation import Range, Validated
 
 __all__ = [
-    "AdamW16Config",
-    "AdamWConfig",
-    "Beta2WarmupAdamWConfig",
-    "LionConfig",
-    "MuonConfig",
-    "OptimizerConfig",
+    "AdamW16Config", "AdamWConfig", "Beta2WarmupAdamWConfig", "LionConfig", "MuonConfig", "OptimizerConfig",
     "StableAdamWConfig",
-]
+]  # fmt: skip
 
 
 class _Settings(Validated):

@@ -51,6 +51,13 @@ class _Table:
         self.rows, self.owners = _to(torch.tensor(rows), device), _to(owners.int(), device)
         self.lengths = _to(torch.tensor(pieces), device)
 
+    def launch(self, kernel: Any, *arguments: Any) -> None:
+        if self.programs:
+            kernel[(self.programs,)](
+                self.rows, self.owners, *arguments, QUANTIZED=self.quantized, BLOCK=BLOCK_VALUES,
+                BLOCKS=BLOCKS_PER_PROGRAM, ALIGNED=_ALIGNMENT if self.aligned else 1, enable_fp_fusion=False,
+            )  # fmt: skip
+
 
 def adamw_(
     tensors: Sequence[Sequence[Tensor]],
@@ -63,17 +70,11 @@ def adamw_(
     """Update as `adam_base.adamw_` does. `tensors` are weights, gradients, means and variances; moments are all numbers
     or all codes."""
     table, (beta1, beta2, c1, c2) = _Table(*tensors), coefficients
-    device = table.rows.device
-    if table.programs:
-        if not isinstance(lrs, Tensor):
-            lrs = _to(torch.tensor(lrs, dtype=torch.float32), device)
-        rows = torch.tensor([beta2, [1 - beta for beta in beta2], c1, c2], dtype=torch.float32)
-        launch: Any = adamw_kernel[(table.programs,)]
-        launch(
-            table.rows, table.owners, lrs, _to(rows, device), len(beta2), 1 - beta1, eps, weight_decay,
-            max_exp_avg_sq, QUANTIZED=table.quantized, BLOCK=BLOCK_VALUES, BLOCKS=BLOCKS_PER_PROGRAM,
-            ALIGNED=_ALIGNMENT if table.aligned else 1, enable_fp_fusion=False,
-        )  # fmt: skip
+    if not isinstance(lrs, Tensor):
+        lrs = _to(torch.tensor(lrs, dtype=torch.float32), table.rows.device)
+    rows = torch.tensor([beta2, [1 - beta for beta in beta2], c1, c2], dtype=torch.float32)
+    rows = _to(rows, table.rows.device)
+    table.launch(adamw_kernel, lrs, rows, len(beta2), 1 - beta1, eps, weight_decay, max_exp_avg_sq)
 
 
 def sums_of_ratios(
@@ -82,13 +83,8 @@ def sums_of_ratios(
     """Sum of g^2 / max(beta2 v + (1 - beta2) g^2, floor) over each tensor, fp32 [n]. Variances may be codes."""
     table = _Table(grads, exp_avg_sqs)
     parts = torch.zeros(table.programs, dtype=torch.float32, device=table.rows.device)
-    if table.programs:
-        launch: Any = ratios_kernel[(table.programs,)]
-        launch(
-            table.rows, table.owners, _to(torch.tensor(floors, dtype=torch.float32), parts.device), parts, beta2,
-            1 - beta2, QUANTIZED=table.quantized, BLOCK=BLOCK_VALUES, BLOCKS=BLOCKS_PER_PROGRAM,
-            ALIGNED=_ALIGNMENT if table.aligned else 1, enable_fp_fusion=False,
-        )  # fmt: skip
+    floors_on_device = _to(torch.tensor(floors, dtype=torch.float32), parts.device)
+    table.launch(ratios_kernel, floors_on_device, parts, beta2, 1 - beta2)
     return torch.segment_reduce(parts, "sum", lengths=table.lengths, initial=0.0, unsafe=True)  # no synchronization
 
 
