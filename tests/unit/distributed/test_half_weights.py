@@ -173,7 +173,8 @@ def averaged_by_ddp() -> list[tuple[Tensor, Tensor]]:
         def objective(model: Any, batch: Any, *_: Any, size: float = size) -> Any:
             return sum((layer.weight * size).float().sum() for layer in model.children()), {}
 
-        parallel = Replicated(divisor=divisor)
+        parallel = Replicated()
+        parallel.divisor = divisor or parallel.divisor
         wrapped = parallel.prepare(Trainable(model, objective), torch.device("cpu"), torch.float32)
         loss, _ = wrapped({}, 0, torch.Generator())
         loss.backward()

@@ -97,9 +97,9 @@ def scaled(changes: bool) -> list[Tensor]:
     model = One(12, 20)
     scale = torch.tensor(SCALE)
     reduction = OverlappedReducer(
-        PowerSGD(PowerSGDConfig(rank=3, quantize=False)), buckets(model), Replicas(distributed.group.WORLD),
-        {model.blocks[0].weight: scale},
-    )  # fmt: skip
+        PowerSGD(PowerSGDConfig(rank=3, quantize=False)), buckets(model), Replicas(distributed.group.WORLD)
+    )
+    reduction.scales[model.blocks[0].weight] = scale
     found = []
     for step in range(3):
         scale.fill_(SCALE * (step + 1) if changes else SCALE)
