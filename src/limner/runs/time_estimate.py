@@ -100,13 +100,13 @@ def _duration(seconds: float) -> str:
 
 
 def _flops_per_sample(recipe: ResolvedRecipe, name: str) -> float:
-    """Estimate the FLOPs of a training step per sample: 6 per parameter and position. Each group of a dVAE is counted
-    like the innermost one, which has most of the parameters and works at the grid's resolution."""
+    """Estimate the FLOPs of a training step per sample: 6 per parameter and position. The parameters of a dVAE count at
+    its grid, where most of them are."""
     config, dvae = recipe.models[name], recipe.models["dvae"]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in config.build().parameters())
     positions = (dvae.size // config.patch) ** 2 if name == "contrastive" else prod(dvae.grid)
-    return 6 * parameters * (positions * dvae.groups if name == "dvae" else positions + recipe.recipe.text.length)
+    return 6 * parameters * (positions + (0 if name == "dvae" else recipe.recipe.text.length))
 
 
 def timing_inputs(recipe: ResolvedRecipe, name: str) -> tuple[nn.Module, AnyStage, Batches]:

@@ -67,6 +67,12 @@ def test_each_stage_has_a_line_and_parallel_stages_count_once(monkeypatch, two_t
     assert lines[1:] == ["  prior: 7,200 steps, about 4 hours", "training takes about 4 hours"]
 
 
+@pytest.mark.parametrize("name", ["scenes", "emoji", "icons", "glyphs", "laptop"])
+def test_recipes_for_two_cores_have_an_estimate(monkeypatch, two_threads, tmp_path, name):
+    lines, _ = estimate(monkeypatch, dict.fromkeys(STAGES, 0.1), recipes.get(name), tmp_path)
+    assert lines[0].startswith("estimate from a few steps"), lines
+
+
 def test_more_than_a_day_names_the_smaller_recipe_and_stops_timing(monkeypatch, two_threads, tmp_path):
     """16 seconds per step are what the dVAE of `photos` was measured to take on two cores."""
     photos = recipes.get("photos")
