@@ -238,9 +238,12 @@ class Engine:
             text = torch.stack([part.job.request.rerank_text for part in parts]).to(self.models.device)
             cosines = scores(self.models.contrastive, text, pictures).float()
         except UserError as error:
-            for part in parts:
-                part.job.error = error
-                self.cancel(part.job)
+            if len(parts) > 1:  # one of them may be right
+                for part in parts:
+                    self._finish([part])
+                return
+            parts[0].job.error = error
+            self.cancel(parts[0].job)
             return
         for part, generation, *values in zip(parts, generations, tokens, pictures, cosines, strict=True):
             job, numbers = part.job, part.tokens.candidates
