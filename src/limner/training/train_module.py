@@ -18,7 +18,7 @@ Batch = Mapping[str, Tensor]
 class Objective(Protocol):
     """A scalar loss (mean over the batch) and detached scalars to log.
 
-    An objective that is not a mean over samples may have a method `batch_stats(batch)`. It returns, by name, statistics of
+    An objective that is not a mean over samples may have a method `batch_stats(batch)`. It returns, by name, values of
     the whole batch that its parts (micro-batches, shares of processes) need: a row per sample, such that the mean over
     equal shares is the value of the whole batch.
 
