@@ -65,9 +65,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = _repository_file(match[1], page.file.src_uri)
         return posixpath.relpath(_source_page(path), posixpath.dirname(page.file.src_uri) or ".") if path else match[1]
 
-    links = [f"- [{name}](browser/{name}.html){{target=_blank}}: {about}" for name, about in list_pretrained().items()]
-    absent = "This copy of the site was built without these files: `LIMNER_ONNXRUNTIME_WEB` named no npm package."
-    return LINK.sub(point, markdown.replace("[[browser pages]]", "\n".join(links) if WEB else absent))
+    if page.file.src_uri == "browser.md":
+        markdown = markdown.replace("[[browser pages]]", _drawing_links())
+    return LINK.sub(point, markdown)
+
+
+def _drawing_links() -> str:
+    if not WEB:
+        return "This copy of the site was built without these files: `LIMNER_ONNXRUNTIME_WEB` named no npm package."
+    models = list_pretrained().items()
+    return "\n".join(f"- [{name}](browser/{name}.html){{target=_blank}}: {about}" for name, about in models)
 
 
 def _drawing_page(model: str) -> bytes:

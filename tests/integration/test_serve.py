@@ -46,7 +46,7 @@ def pixels(data: str) -> np.ndarray:
 
 
 def drawn(folder: Path, caption: str, n: int, **settings) -> list[np.ndarray]:
-    """What the library draws, at the size of the server's files."""
+    """Return what the library draws, at the size of the server's files."""
     drawings = limner.load(folder)(caption, n=n, **settings)
     return [pixels(base64.b64encode(drawing.png()).decode()) for drawing in drawings]
 

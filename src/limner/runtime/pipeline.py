@@ -120,7 +120,7 @@ class OnnxPipeline:
         length = self.grid[0] * self.grid[1]
         text = self.tokenizer.encode_array([caption], self.text_len)
         prior = _OnnxPrior(self, text)
-        empty = _OnnxPrior(self, np.full_like(text, PAD)) if sampler.guidance not in (1, None) else None
+        empty = _OnnxPrior(self, np.full_like(text, PAD)) if sampler.guided else None
         given = np.full(length, UNSET) if prompt_tokens is None else prompt_tokens
         tokens, scores = np.empty((count, length), np.int64), np.empty(count)
         pictures = np.empty((count, 3, self.size, self.size), np.uint8)

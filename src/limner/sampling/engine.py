@@ -145,7 +145,7 @@ class Engine:
         """Queue a request. `step` draws it, together with others."""
         (h, w), rows = self.models.dvae.config.grid, self.models.max_rows()
         job = Job(request, h * w, self.models.dvae.config.size)
-        size = max(1, rows // (2 if request.sampler.guidance not in (1, None) else 1))
+        size = max(1, rows // (1 + request.sampler.guided))
         text = request.text.to(self.models.device)
         prompt = None if request.prompt_tokens is None else request.prompt_tokens.to(self.models.device)
         for begin in range(0, request.candidates, size):
@@ -200,10 +200,12 @@ class Engine:
 
     def _join(self) -> None:
         """Add parts to the batch, one client after the other, while they fit."""
-        rows, joining = self._batch.size, list[_Part]()
+        if not self._waiting:
+            return
+        rows, limit, joining = self._batch.size, self.models.max_rows(), list[_Part]()
         while self._waiting:
             client, parts = next(iter(self._waiting.items()))
-            if rows and rows + parts[0].tokens.rows > self.models.max_rows():
+            if rows and rows + parts[0].tokens.rows > limit:
                 break
             rows += parts[0].tokens.rows
             joining.append(parts.popleft())

@@ -36,7 +36,7 @@ def reference_tokens(
     tokens = prompt_tokens.clamp_min(0)  # a position sees earlier ones only, so that later ones may have any token
     for s in range(tokens.shape[1]):
         logits = model(text, tokens)[1][:, s]
-        if sampler.guidance not in (1, None):
+        if sampler.guided:
             empty = model(torch.full_like(text, PAD), tokens)[1][:, s]
             logits = empty + sampler.guidance * (logits - empty)
         sampled = sample_token(sampler, logits, uniform[:, s])

@@ -42,13 +42,9 @@ class TokenRequest:
     prompt_tokens: Int64[Tensor, " S"] | None = None
 
     @property
-    def guided(self) -> bool:
-        return self.sampler.guidance not in (1, None)
-
-    @property
     def rows(self) -> int:
         """Number of rows of the cache that the candidates take."""
-        return len(self.candidates) * (1 + self.guided)
+        return len(self.candidates) * (1 + self.sampler.guided)
 
 
 class Rows(NamedTuple):
@@ -132,7 +128,8 @@ class Layout:
 
         self.candidates, self.of_row = tensor([*index]), tensor([index[number] for number in numbers])
         self.captioned, self.empty = tensor(captioned), tensor(empty)
-        self.samplers = [(sampler, tensor(indices)) for sampler, indices in by_sampler.items()]
+        one = len(by_sampler) == 1  # a slice does not copy
+        self.samplers = [(sampler, slice(None) if one else tensor(i)) for sampler, i in by_sampler.items()]
         self._scale = torch.tensor(scales, device=device)[:, None, None] if empty else None
 
     def guided(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,7 +144,7 @@ class Layout:
 def common_prompts(requests: Sequence[TokenRequest]) -> Int64[Tensor, "B P"]:
     """Return the first tokens that all requests give; for those with guidance, once more."""
     prompts = [request.prompt_tokens for request in requests]
-    prompts += [request.prompt_tokens for request in requests if request.guided]
+    prompts += [request.prompt_tokens for request in requests if request.sampler.guided]
     given = [prompt for prompt in prompts if prompt is not None]
     if len(given) < len(prompts):
         return requests[0].text.new_zeros(len(prompts), 0)

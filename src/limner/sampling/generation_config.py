@@ -33,6 +33,11 @@ class Sampler(Validated):
         if self.temperature is not None and 0 < self.temperature < 0.01:
             raise InvalidSetting("temperature", f"must be 0 (greedy) or at least 0.01, not {self.temperature}")
 
+    @property
+    def guided(self) -> bool:
+        """True if guidance changes the logits."""
+        return self.guidance not in (1, None)
+
     def with_defaults(self, defaults: Sampler) -> Sampler:
         """Fill in unset settings from `defaults`."""
         missing = {setting.name for setting in fields(Sampler) if getattr(self, setting.name) is None}

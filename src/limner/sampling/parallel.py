@@ -69,7 +69,7 @@ class Batch:
     def add(self, requests: Sequence[TokenRequest]) -> list[Generation]:
         """Read captions and prompts, and sample the first token of each candidate."""
         texts = [request.text for request in requests]
-        empty = [torch.full_like(request.text, PAD) for request in requests if request.guided]
+        empty = [torch.full_like(request.text, PAD) for request in requests if request.sampler.guided]
         captions, rows = torch.stack(texts + empty).unique(dim=0, return_inverse=True)
         cache, logits = self.decoder.prefill(captions, self._window.sizes[-1])
         cache, logits = cache.select(rows), logits[rows]
@@ -81,7 +81,7 @@ class Batch:
         new = [Generation(request, self._length, given, x) for request, x in zip(requests, nll, strict=True)]
         if given == self._length:
             return new
-        sources = [(g, False) for g in new] + [(g, True) for g in new if g.request.guided]
+        sources = [(g, False) for g in new] + [(g, True) for g in new if g.request.sampler.guided]
         cache_rows = [CacheRow(g, i, empty) for g, empty in sources for i in range(len(g.request.candidates))]
         copies = torch.tensor([len(g.request.candidates) for g, _ in sources])
         rows = torch.arange(len(sources)).repeat_interleave(copies)

@@ -23,22 +23,15 @@ class NoModel(Exception):
 
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every exception with `ErrorBody`."""
+
+    async def handle(http: HttpRequest, error: Exception) -> Response:
+        status, message, param, code = described(error)
+        headers = {"retry-after": str(round(error.seconds))} if isinstance(error, Busy) else None
+        return error_response(status, message, param, code, headers)
+
     for kind in (
-        RequestValidationError,
-        ValidationError,
-        UserError,
-        Busy,
-        NoModel,
-        TimeoutError,
-        HTTPException,
-        Exception,
-    ):
-
-        async def handle(http: HttpRequest, error: Exception) -> Response:
-            status, message, param, code = described(error)
-            headers = {"retry-after": str(round(error.seconds))} if isinstance(error, Busy) else None
-            return error_response(status, message, param, code, headers)
-
+        RequestValidationError, ValidationError, UserError, Busy, NoModel, TimeoutError, HTTPException, Exception,
+    ):  # fmt: skip
         app.add_exception_handler(kind, handle)
 
 

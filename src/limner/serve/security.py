@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from limner.atomic_io import require_file
@@ -34,8 +35,8 @@ HEADERS = {
     "cache-control": "no-store",
 }
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
-_OPEN_PATHS = ("/health", "/ready")  # open without a key
-_PUBLIC = ("/", "/page.js", "/page.css")  # open without a key: the page asks for one
+_LARGE = (413, f"the request is larger than {MAX_BODY >> 20} MiB", "too_large")
+_OPEN_PATHS = ("/health", "/ready", "/", "/page.js", "/page.css")  # open without a key; the page asks for one
 _log = logging.getLogger("limner.serve")
 
 
@@ -102,12 +103,12 @@ class Guard:
         refusal = self._refusal(scope, headers)
         try:
             if refusal:
-                await _answer(guarded_send, *refusal)
+                await _response(*refusal)(scope, receive, guarded_send)
             else:
                 await self.app(scope, guarded_receive, guarded_send)
         except _TooLarge:
             if not started:
-                await _answer(guarded_send, 413, f"the request is larger than {MAX_BODY >> 20} MiB", "too_large")
+                await _response(*_LARGE)(scope, receive, guarded_send)
         finally:
             client, seconds = scope["state"].get("client", "-"), time.monotonic() - begin
             line = f"{request_id} {client} {scope['method']} {escape_control(scope['path'])[:200]} {status}"
@@ -117,7 +118,7 @@ class Guard:
         """Return status, message and code of a refusal, or None. Stores the client's name in the state."""
         length, host, origin = headers.get("content-length", "0"), headers.get("host", ""), headers.get("origin")
         if not length.isdecimal() or int(length) > MAX_BODY:
-            return 413, f"the request is larger than {MAX_BODY >> 20} MiB", "too_large"
+            return _LARGE
         if origin is not None and origin.partition("://")[2] != host:
             return 403, "the server refuses requests of other sites", "forbidden_origin"
         if self.keys is None:
@@ -128,7 +129,7 @@ class Guard:
                     "this server answers under localhost only: start it with --keys for other names",
                     "forbidden_host",
                 )
-        elif scope["path"] not in (*_OPEN_PATHS, *_PUBLIC):
+        elif scope["path"] not in _OPEN_PATHS:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             given = hash_key(key.strip()) if scheme.lower() == "bearer" else ""
             matches = [name for digest, name in self.keys.items() if hmac.compare_digest(digest, given)]
@@ -142,9 +143,6 @@ class _TooLarge(Exception):
     """The body is larger than `MAX_BODY`."""
 
 
-async def _answer(send: Send, status: int, message: str, code: str) -> None:
+def _response(status: int, message: str, code: str) -> JSONResponse:
     error = ApiError(message=message, type="invalid_request_error", code=code)
-    body = ErrorBody(error=error).model_dump_json().encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    return JSONResponse(ErrorBody(error=error).model_dump(), status)

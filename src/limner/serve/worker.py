@@ -134,8 +134,7 @@ class Worker:
             if ticket.cancelled and ticket.job:
                 engine.cancel(ticket.job)
             elif not ticket.cancelled and not ticket.job:
-                put = ticket.put
-                request = ticket.request
+                request, put = ticket.request, ticket.put
                 if request.preview_every:
                     request = replace(request, on_preview=lambda numbers, seen, put=put: put(Partial(numbers, seen)))
                 ticket.job = engine.submit(request)

@@ -313,7 +313,7 @@ def requests():
 
 
 def alone(decoder, request):
-    """What `generate` samples for one request."""
+    """Return what `generate` samples for one request."""
     prompt = None if request.prompt_tokens is None else request.prompt_tokens[None]
     settings = {"seed": request.seed, "prompt_tokens": prompt}
     return generate(decoder, request.text[None], request.candidates, request.sampler, **settings)
