@@ -2,12 +2,13 @@
 
 Hard reconstructions (argmax codes, the prior's input): PSNR, codes in use and their perplexity over the whole set. For
 scenes also the share of reconstructions that a scene parser reads as the same scene: equal attributes and background,
-positions within half a unit.
+positions within half a unit. Single objects show which attributes a dVAE confuses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from limner.models.image_tokenizer import ImageTokenizer
 from limner.objectives.elbo import gumbel_softmax
 from limner.progress import Advance
 from limner.tasks import rendering, scene_reader, scenes, verify
-from limner.tasks.scenes import Split
+from limner.tasks.scenes import Scene, SceneObject, Split
 
 _BATCH_SIZE = 64
 
@@ -95,6 +96,40 @@ def relaxation_gap(model: DVAE, pixels: Tensor, tau: float, hard: float) -> dict
         psnrs.append(psnr(part, unmap_pixels(torch.sigmoid(mu))))
     relaxed = float(torch.cat(psnrs).mean())
     return {"relaxed_psnr": relaxed, "gap": relaxed - hard}
+
+
+def single_objects(seed: int = TEST_SEEDS_FROM) -> list[Scene]:
+    """Return scenes of one object at a random place: two for each combination of attributes and background."""
+    rng, drawn = np.random.default_rng([seed, 2]), list[Scene]()
+    combinations = product(scenes.SIZES, scenes.FILLS, scenes.COLORS, scenes.SHAPES, scenes.BACKGROUNDS)
+    for size, fill, color, shape, background in (combination for combination in combinations for _ in range(2)):
+        x, y = (int(rng.integers(scenes.UNITS - scenes.EXTENT[size] + 1)) for _ in range(2))
+        item = SceneObject(shape=shape, color=color, size=size, fill=fill, x=x, y=y)
+        drawn.append(Scene(objects=(item,), background=background))
+    return drawn
+
+
+def confusions(dvae: ImageTokenizer, originals: Sequence[Scene], progress: Advance | None = None) -> EvalResult:
+    """Reconstruct scenes, one object each, and parse what they show: the same scene, another one, or neither."""
+    size = dvae.config.size
+    pictures = np.stack([rendering.render(scene, size) for scene in originals]).transpose(0, 3, 1, 2)
+    readings, cases = list[str](), []
+    for _, _, decoded in reconstructions(dvae, torch.from_numpy(pictures)):
+        for picture in decoded.permute(0, 2, 3, 1).cpu().numpy():
+            original, shown = originals[len(readings)], scene_reader.read(picture).scene
+            same = shown is not None and verify.scenes_match(original, shown)
+            readings.append("the same scene" if same else "another scene" if shown and shown.objects else "unreadable")
+            if not same:
+                cases.append({"original": original.to_dict(), "shown": shown.to_dict() if shown else None})
+        if progress:
+            progress(len(decoded))
+    clusters = [f"{scene.objects[0].attributes} {scene.background}" for scene in originals]
+    rows = {
+        name: {"share": proportion(np.array([reading == name for reading in readings]), clusters)}
+        for name in ("the same scene", "another scene", "unreadable")
+    }
+    title = f"{len(originals):,} single objects, as the scene parser reads them"
+    return EvalResult(title=title, rows=rows, cases=cases)
 
 
 def _same_scene(original: np.ndarray, decoded: np.ndarray) -> bool:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from limner.evaluation.reconstruction import fresh_scenes, measure
+from limner.evaluation.reconstruction import confusions, fresh_scenes, measure, single_objects
 from tiny import tiny_pipe
 
 
@@ -15,7 +15,7 @@ class Lossless(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.config = type("Config", (), {"vocab": 10})
+        self.config = type("Config", (), {"vocab": 10, "size": 48})
 
     def tokenize(self, pixels):
         self.seen = pixels
@@ -53,6 +53,30 @@ def test_reconstructions_without_objects_have_another_scene():
     assert found["PSNR"].low < found["PSNR"].value < found["PSNR"].high
     assert sum(advanced) == 6
     assert "dB" in result.table() and result.title == "6 unseen pictures"
+
+
+def test_single_objects_show_each_combination_twice():
+    originals = single_objects(seed=1)
+    combinations = {(scene.objects[0].attributes, scene.background) for scene in originals}
+    assert len(originals) == 2_400 and len(combinations) == 1_200
+    assert originals == single_objects(seed=1) != single_objects(seed=2)
+
+
+def test_confusions_tell_other_scenes_from_unreadable_pictures():
+    originals = single_objects(seed=1)[::100]
+    dvae, advanced = Lossless(), []
+    shares = confusions(dvae, originals, advanced.append).rows
+    assert shares["the same scene"]["share"].value == 1.0 and sum(advanced) == len(originals)
+
+    dvae.change = lambda pixels: pixels.flip(-1)  # at another place
+    result = confusions(dvae, originals)
+    assert result.rows["another scene"]["share"].value > 0.8
+    case = result.cases[0]
+    assert case["original"]["objects"][0]["x"] != case["shown"]["objects"][0]["x"]
+
+    dvae.change = lambda pixels: pixels[:, :, :1, :1].expand_as(pixels).contiguous()
+    result = confusions(dvae, originals)
+    assert result.rows["unreadable"]["share"].right == len(result.cases) == len(originals)
 
 
 def test_a_real_dvae_is_measured():

@@ -89,13 +89,15 @@ def reconstruction(options: ScoreReconstruction) -> None:
 
     from limner.data.datasets import ImageCaptionDataset
     from limner.data.open_source import open_source
-    from limner.evaluation.reconstruction import fresh_scenes, measure
+    from limner.evaluation.reconstruction import confusions, fresh_scenes, measure, single_objects
+    from limner.evaluation.result import tables
     from limner.pipeline import load
 
     pipe = load(options.model)
-    size = pipe.dvae.config.size
+    size, singles = pipe.dvae.config.size, []
     if options.data is None:
         _require_scenes(size, "add --data")
+        singles = single_objects(options.seed)
         split = None if options.split == "both" else options.split
         pictures = fresh_scenes(options.count, options.seed, split, size)
     else:
@@ -104,10 +106,12 @@ def reconstruction(options: ScoreReconstruction) -> None:
         pictures = ImageCaptionDataset(source, size).load(indices)[1]
         if not len(pictures):
             raise UserError(f"{options.data} lacks readable held-out pictures: inspect it with `limner data show`")
-    with progress("reconstructing", len(pictures), unit="picture") as bar:
-        result = measure(pipe.dvae, pictures, check_scenes=options.data is None, progress=bar.advance)
-    print(f"{escape_control(pipe.name)}\n{result.table()}")
-    _save(options, [result], model=pipe.name)
+    with progress("reconstructing", len(pictures) + len(singles), unit="picture") as bar:
+        results = [measure(pipe.dvae, pictures, check_scenes=options.data is None, progress=bar.advance)]
+        if singles:
+            results.append(confusions(pipe.dvae, singles, bar.advance))
+    print(f"{escape_control(pipe.name)}\n{tables(results)}")
+    _save(options, results, model=pipe.name)
 
 
 def zero_shot(options: ScoreZeroShot) -> None:
