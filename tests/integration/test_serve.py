@@ -223,6 +223,23 @@ def test_a_server_that_is_told_to_stop_finishes_what_it_draws(folder):
         assert server.process.wait(60) in (0, -signal.SIGTERM)
 
 
+def test_a_killed_server_leaves_no_client_waiting_and_starts_again(folder):
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    with serve(folder) as server, ThreadPoolExecutor(20) as pool:
+        client = server.client(timeout=60)
+        options = {"prompt": "a", "extra_body": {"candidates": 64}}
+        answers = [pool.submit(client.images.generate, **options) for _ in range(20)]
+        deadline = time.monotonic() + 30
+        while not server.open_requests() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        server.process.kill()
+        errors = [answer.exception(timeout=60) for answer in answers]
+        assert any(errors) and all(e is None or isinstance(e, openai.APIConnectionError) for e in errors)
+    with serve(folder, "--port", str(server.port)) as again:
+        assert again.port == server.port and again.client().images.generate(prompt="a").data
+    assert {path: path.read_bytes() for path in folder.iterdir()} == files
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),

@@ -77,6 +77,7 @@ class Request:
         prompt_tokens: int64 [S], fixed image tokens, `UNSET` where to sample; None to sample all.
         client: requests of different clients take turns to join.
         on_preview: called with candidate numbers and their pictures after every `preview_every` rows of tokens.
+        preview_first: only candidates with smaller numbers have previews; None: all have.
     """
 
     text: Tensor
@@ -88,6 +89,7 @@ class Request:
     client: Hashable = None
     on_preview: Callable[[range, Tensor], object] | None = None
     preview_every: int = 2
+    preview_first: int | None = None
 
 
 class Job:
@@ -222,13 +224,15 @@ class Engine:
 
     def _preview(self, part: _Part) -> None:
         request, (_, width) = part.job.request, self.models.dvae.config.grid
-        if not (request.on_preview and part.generation):
+        candidates, first = part.tokens.candidates, request.preview_first
+        numbers = range(candidates.start, candidates.stop if first is None else min(candidates.stop, first))
+        if not (request.on_preview and part.generation and numbers):
             return
         rows = part.position // width // request.preview_every * request.preview_every
         if rows > part.previewed:
             part.previewed = rows
-            pictures = self.models.decode(part.generation.tokens[None, :, : rows * width], rows)[0]
-            request.on_preview(part.tokens.candidates, pictures)
+            tokens = part.generation.tokens[None, : len(numbers), : rows * width]
+            request.on_preview(numbers, self.models.decode(tokens, rows)[0])
 
     def _finish(self, parts: list[_Part]) -> None:
         """Decode and score finished candidates, of the same number in each part."""

@@ -27,6 +27,8 @@ def add_error_handlers(app: FastAPI) -> None:
     async def handle(http: HttpRequest, error: Exception) -> Response:
         status, message, param, code = described(error)
         headers = {"retry-after": str(round(error.seconds))} if isinstance(error, Busy) else None
+        if isinstance(error, HTTPException):
+            headers = error.headers
         return error_response(status, message, param, code, headers)
 
     for kind in (

@@ -95,7 +95,8 @@ class Routes:
         waiting = Gauge("limner_open_requests", "Requests that wait or run", ["model"], registry=self.metrics)
         for name, service in services.items():
             waiting.labels(name).set_function(lambda worker=service.worker: len(worker.open))
-        stream = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+        event = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
+        stream = {"content": {"text/event-stream": {"schema": event}}}  # of each event
         ok: dict[int | str, dict[str, Any]] = {200: {"model": Images, **stream}}
         edit_body = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _edit_schema()}}}}
         app.post("/v1/images/generations", responses=ok)(self.generations)
@@ -125,7 +126,7 @@ class Routes:
         except (HTTPException, AssertionError):
             raise UserError(_NOT_MULTIPART) from None
         keep_rows = values.pop("keep_rows", None)
-        body = Generate.model_validate(values)
+        body = Generate.model_validate_strings(values, strict=False)
         if keep_rows is not None and not keep_rows.isdecimal():
             raise UserError(f"keep_rows is a number of rows of tokens, not {keep_rows[:40]!r}")
         rows = None if keep_rows is None else int(keep_rows[:9])
@@ -255,10 +256,12 @@ async def _until_disconnect(http: HttpRequest, drawing: Coroutine[Any, Any, Imag
 
 
 def _edit_schema() -> dict[str, Any]:
+    """Return the schema of a form: the fields of `Generate` without null, which a form cannot express, and files."""
+    properties = Generate.model_json_schema()["properties"]
+    for field in properties.values():
+        if "anyOf" in field:
+            field["anyOf"] = [kind for kind in field["anyOf"] if kind != {"type": "null"}]
+            field.pop("default", None)
     binary = {"type": "string", "format": "binary"}
-    properties = {**Generate.model_json_schema()["properties"], "image": binary, "mask": binary}
-    return {
-        "type": "object",
-        "required": ["image", "prompt"],
-        "properties": {**properties, "keep_rows": {"type": "integer", "minimum": 1}},
-    }
+    properties |= {"image": binary, "mask": binary, "keep_rows": {"type": "integer", "minimum": 1}}
+    return {"type": "object", "required": ["image", "prompt"], "properties": properties}

@@ -6,7 +6,7 @@ A field that a small model cannot serve (quality, style, background, ...) is acc
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -18,29 +18,39 @@ __all__ = [
 MAX_PROMPT = 32_000  # characters, as OpenAI's
 MAX_CANDIDATES = 256  # of a request
 MAX_SIDE = 4_096  # of a file, in pixels
+MAX_SEED = 2**53 - 1  # larger numbers are not exact in every client's JSON
 Format = Literal["png", "jpeg", "webp"]
+_SIZE = "^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
+_TEMPERATURES = [{"const": 0}, {"type": "number", "minimum": 0.01, "maximum": 100}, {"type": "null"}]
 
 
 class Generate(BaseModel):
     """The fields of a drawing request. Fields that are not listed are ignored and named in the answer's `warnings`."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
 
-    prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT)]
+    prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT, json_schema_extra={"pattern": r"\S"})]
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=10)] = 1
-    size: Annotated[str, Field(description='side of the file, "384x384", or "auto"')] = "auto"
+    size: Annotated[
+        str, Field(description='side of the file, "384x384", or "auto"', json_schema_extra={"pattern": _SIZE})
+    ] = "auto"
     output_format: Format = "png"
     output_compression: Annotated[int, Field(ge=0, le=100)] = 100
     response_format: Literal["b64_json"] = "b64_json"
     stream: bool = False
     partial_images: Annotated[int, Field(ge=0, le=3)] = 0
-    seed: Annotated[int | None, Field(ge=0, le=2**63 - 1, description="random by default")] = None
+    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="random by default")] = None
     candidates: Annotated[int | None, Field(ge=1, le=MAX_CANDIDATES)] = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    guidance: float | None = None
+    temperature: Annotated[float | None, Field(json_schema_extra={"anyOf": _TEMPERATURES})] = None
+    top_k: Annotated[int | None, Field(ge=1, le=2**24)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    guidance: Annotated[float | None, Field(ge=0, le=100)] = None
+
+    @field_validator("n", "output_compression", "partial_images", "seed", "candidates", "top_k", mode="before")
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        return int(value) if isinstance(value, float) and value.is_integer() else value  # 1.0 is an integer in JSON
 
     @field_validator("prompt")
     @classmethod
@@ -52,7 +62,7 @@ class Generate(BaseModel):
     @field_validator("size")
     @classmethod
     def _size(cls, size: str) -> str:
-        if size != "auto" and not re.fullmatch(r"[1-9]\d{0,4}x[1-9]\d{0,4}", size):
+        if not re.fullmatch(_SIZE, size):
             raise ValueError(f'size is "auto" or like "384x384", not {size[:40]!r}')
         return size
 

@@ -48,6 +48,7 @@ class Service:
             body.prompt, candidates, sampler=sampler, seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
             prompt_tokens=prompt_tokens, client=client,
             preview_every=-(-rows // (body.partial_images + 1)) if body.stream and body.partial_images else 0,
+            preview_first=body.n,
         )  # fmt: skip
 
     async def images(self, body: Generate, request: Request) -> Images:
@@ -79,7 +80,7 @@ class Service:
         """Encode partial pictures of the first n candidates, complete in size; counts them in `counts`."""
         partials, side = [], self.pipe.size
         for i, pixels in zip(event.candidates, event.pictures, strict=True):
-            if i < body.n and counts[i] < body.partial_images and pixels.shape[1] < side:
+            if counts[i] < body.partial_images and pixels.shape[1] < side:
                 whole = np.full((side, side, 3), _UNFINISHED, np.uint8)
                 whole[: pixels.shape[1]] = pixels.permute(1, 2, 0).numpy()
                 drawing = Drawing(

@@ -98,3 +98,15 @@ def test_a_request_with_logits_that_are_not_finite_fails_alone(pipe):
     assert [job.error is None for job in jobs] == [True, False, True]
     expected = pipe.candidates(CAPTIONS[2:], 2, seed=0)
     assert torch.equal(jobs[2].tokens, expected.tokens[0])
+
+
+def test_only_the_first_candidates_have_previews(pipe, monkeypatch):
+    monkeypatch.setattr(inference, "MAX_CPU_BATCH", 2)  # candidates 0 and 1, then 2 and 3, then 4
+    seen = []
+
+    def preview(numbers: range, pictures: torch.Tensor) -> None:
+        seen.append(numbers)
+        assert len(pictures) == len(numbers)
+
+    finish(pipe, [submit(pipe, CAPTIONS[0], 5, on_preview=preview, preview_first=3)])
+    assert set(seen) == {range(2), range(2, 3)}
