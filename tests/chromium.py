@@ -61,8 +61,8 @@ class Page:
         return value
 
     def press(self, key: str, text: str = "") -> None:
-        """Press and release a key."""
-        code = {"Enter": 13, "Tab": 9}[key]
+        """Press and release a key: Enter, Tab, or a digit."""
+        code = {"Enter": 13, "Tab": 9}.get(key) or ord(key)
         for kind in ("keyDown", "keyUp"):
             pressed = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code}
             self("Input.dispatchKeyEvent", **pressed, **({"text": text} if text and kind == "keyDown" else {}))

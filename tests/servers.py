@@ -1,4 +1,4 @@
-"""A process of `limner serve`, and plain HTTP to it."""
+"""Processes of `limner serve` and `limner vote`, and plain HTTP to them."""
 
 import http.client
 import os
@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import openai
@@ -15,12 +15,14 @@ ROOT = Path(__file__).parents[1]
 
 
 class Server:
-    """A process of `limner serve`."""
+    """A process of limner that serves HTTP."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, *arguments: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        command = [sys.executable, "-m", "limner", "serve", "--model", str(folder), "--port", "0", *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        command = [sys.executable, "-m", "limner", *arguments]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+        )
         self.log: list[str] = []
         for line in self.process.stderr:
             self.log.append(line)
@@ -50,9 +52,15 @@ class Server:
         return int(float(next(line for line in lines if line.startswith("limner_open_requests")).split()[1]))
 
 
+def serve(folder: Path, *options: str) -> AbstractContextManager[Server]:
+    """Run `limner serve` with a model."""
+    return running("serve", "--model", str(folder), "--port", "0", *options)
+
+
 @contextmanager
-def serve(folder: Path, *options: str) -> Iterator[Server]:
-    server = Server(folder, *options)
+def running(*arguments: str) -> Iterator[Server]:
+    """Run a command that serves HTTP until the block ends."""
+    server = Server(*arguments)
     try:
         yield server
     finally:

@@ -18,7 +18,7 @@ MODULES = {
     "mkdocs_material": "material",
 }  # where the name differs
 # Commands, plugins, and a requirement of a package that the tests import: no file imports them.
-CALLED = {"ruff", "pyright", "import_linter", "xdist", "attr", "material", "mkdocstrings"}
+CALLED = {"ruff", "schemathesis", "pyright", "import_linter", "xdist", "attr", "material", "mkdocstrings"}
 ABSENT = {"autoregressive", "dalle_pytorch"}  # bench/peers.py: the sources of others, by their path
 
 

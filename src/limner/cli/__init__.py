@@ -50,6 +50,7 @@ COMMANDS = {
     "draw": Command("limner.cli.draw", "draw a caption with a trained model", oom_hint=_DRAW_HINT),
     "edit": Command("limner.cli.edit", "redraw a part of a picture to fit a caption", oom_hint=_DRAW_HINT),
     "serve": Command("limner.cli.serve", "draw for other programs and on a page", oom_hint="--max-requests"),
+    "vote": Command("limner.cli.vote", "let people compare pictures of models on a page"),
     "data": Command("limner.cli.data", "make, prepare or show training data", oom_hint="--size or --captions"),
     "train": Command("limner.cli.train", "train a recipe on image-caption data", True, True, _TRAIN_HINT),
     "plan": Command("limner.cli.plan", "estimate memory, traffic and time of a recipe on a cluster"),

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
     pipes = {Path(name).name or name: load(name) for name in options.model}
     app = create_app(pipes, keys=keys, max_requests=options.max_requests, timeout=options.timeout)
     config = uvicorn.Config(
-        app, options.host, options.port, log_config=_LOG, access_log=False, server_header=False,
+        app, options.host, options.port, log_config=LOG_CONFIG, access_log=False, server_header=False,
         timeout_graceful_shutdown=_DRAIN_SECONDS,
     )  # fmt: skip
     server = uvicorn.Server(config)
@@ -83,7 +83,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-_LOG = {
+LOG_CONFIG = {
     "version": 1,
     "disable_existing_loggers": False,
     "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(message)s"}},

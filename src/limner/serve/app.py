@@ -32,7 +32,7 @@ from limner.serve.security import Guard
 from limner.serve.service import Service
 from limner.version import __version__
 
-__all__ = ["Routes", "create_app"]
+__all__ = ["Routes", "create_app", "static"]
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorBody} for code in (400, 401, 403, 404, 405, 413, 429, 500, 504)
@@ -107,7 +107,7 @@ class Routes:
         app.get("/ready")(self.health)
         app.get("/metrics", response_class=Response)(self.prometheus)
         for path, (files, kind) in _PAGE.items():
-            app.get(path, include_in_schema=False)(_static(b"".join(file.read_bytes() for file in files), kind))
+            app.get(path, include_in_schema=False)(static(b"".join(file.read_bytes() for file in files), kind))
 
     async def generations(self, body: Generate, http: HttpRequest) -> Response:
         """Draw a caption."""
@@ -205,7 +205,8 @@ class Routes:
         return Response(generate_latest(self.metrics), media_type=CONTENT_TYPE_LATEST)
 
 
-def _static(content: bytes, kind: str) -> Callable[[], Response]:
+def static(content: bytes, kind: str) -> Callable[[], Response]:
+    """Return an endpoint that answers with a file of the package."""
     return lambda: Response(content, media_type=kind)
 
 
