@@ -1,4 +1,4 @@
-"""`limner data scenes | icons | glyphs | emoji | prepare | show`: make, prepare or look at training data."""
+"""`limner data scenes | icons | glyphs | emoji | prepare | show | overlap`: make, prepare or look at training data."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 
 from limner.cli import run_subcommand
 from limner.cli.arguments import NewFolder, OutputPNG
+from limner.cli.find_overlap import overlap
 from limner.data.filters import Filters
 from limner.errors import UserError, did_you_mean, escape_control
 from limner.progress import progress
@@ -24,7 +25,7 @@ from limner.validation import Range, Validated
 
 def main(argv: Sequence[str]) -> None:
     """Run a subcommand of `limner data`."""
-    run_subcommand("limner data", (scenes, icons, glyphs, emoji, prepare, show), argv)
+    run_subcommand("limner data", (scenes, icons, glyphs, emoji, prepare, show, overlap), argv)
 
 
 @dataclass(frozen=True, kw_only=True)
