@@ -34,7 +34,7 @@ from limner import compat
 from limner.autograd.module_trace import ModuleTrace
 from limner.errors import UserError
 
-__all__ = ["AutogradGraph", "Edge", "GraphNode", "SavedTensor", "read_graph"]
+__all__ = ["AutogradGraph", "Edge", "GraphNode", "SavedTensor", "prefixes", "read_graph"]
 
 Owner = Literal["parameter", "activation", "recomputed"]
 ACCUMULATE = "AccumulateGrad"

@@ -115,7 +115,7 @@ class _Layout:
         return [source, *points, target]
 
     def _align(self, layer: list[int], reorder: bool) -> None:
-        """Move the vertices of a layer to the mean position of their neighbors, as far as boxes beside them allow."""
+        """Move the vertices of a layer to the mean position of their neighbors, as far as the other vertices allow."""
         wanted = {v: mean(self._x[n] for n in self._neighbors[v]) if self._neighbors[v] else self._x[v] for v in layer}
         if reorder:
             layer.sort(key=wanted.__getitem__)
