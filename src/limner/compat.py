@@ -5,6 +5,7 @@ with the new release, then set the versions here. Names resolve at their first u
 neither package.
 """
 
+from collections.abc import Iterator
 from pkgutil import resolve_name
 from typing import Any
 
@@ -32,6 +33,9 @@ PRIVATE = {
     "local_scalar_dense": ("torch:ops.aten._local_scalar_dense.default", "torch 2.13"),
     "tree_leaves": ("torch.utils._pytree:tree_leaves", "torch 2.13"),
     "unset_fake_temporarily": ("torch._subclasses.fake_tensor:unset_fake_temporarily", "torch 2.13"),
+    # The autograd graph; the functions below read its nodes.
+    "current_autograd_node": ("torch._C:_current_autograd_node", "torch 2.13"),
+    "next_sequence_nr": ("torch._C._autograd:_get_sequence_nr", "torch 2.13"),
     # The compiler; its modules take a second to import.
     "TorchDynamoException": ("torch._dynamo.exc:TorchDynamoException", "torch 2.13"),
     "aoti_compile_and_package": ("torch._inductor:aoti_compile_and_package", "torch 2.13"),
@@ -50,3 +54,31 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"limner.compat lists no private name {name!r}")
     value = globals()[name] = resolve_name(PRIVATE[name][0])
     return value
+
+
+def sequence_nr(node: Any) -> int:
+    """Return the number of a node of the autograd graph: it counts the nodes that the thread's forward pass creates."""
+    return node._sequence_nr()
+
+
+def gradient_metadata(node: Any) -> Any:
+    """Return `shape` and `dtype` of the gradients that enter a node, one for each output of its operation."""
+    return node._input_metadata
+
+
+def forward_class(node: Any) -> type | None:
+    """Return the subclass of `torch.autograd.Function` that created a node; None for operations of torch."""
+    return getattr(node, "_forward_cls", None)
+
+
+def packed_tensors(node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names of a node's saved tensors, and what the `pack` of `saved_tensors_hooks` returned for each.
+
+    Unlike the attributes `_saved_NAME`, this does not unpack, which would recompute under checkpointing. Numbers and
+    undefined tensors are not packed.
+    """
+    for attribute in dir(node):
+        if attribute.startswith("_raw_saved_"):
+            name, value = attribute.removeprefix("_raw_saved_"), getattr(node, attribute)
+            values = {name: value} if not isinstance(value, tuple) else {f"{name}[{i}]": x for i, x in enumerate(value)}
+            yield from ((key, saved.data) for key, saved in values.items() if saved.unpack_hook is not None)

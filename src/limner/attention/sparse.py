@@ -193,6 +193,8 @@ class _RecomputedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError("sparse attention cannot be differentiated twice: build the model with pattern='dense'")
         attention, (q, k, v) = ctx.attention, ctx.saved_tensors
         by_q, by_k, by_v, scale = _empty_like(q), _empty_like(k), _empty_like(v), q.shape[-1] ** -0.5
         for part in _parts(q, attention.sequences_per_part(q.device.type)):

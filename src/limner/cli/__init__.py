@@ -60,7 +60,9 @@ COMMANDS = {
     "convert": Command("limner.cli.convert", "convert published weights to limner's format"),
     "evaluate": Command("limner.cli.evaluate", "measure a trained model", True, oom_hint="--candidates or --count"),
     "reproduce": Command("limner.cli.reproduce", "repeat experiments of the papers on this machine", True, True),
-    "inspect": Command("limner.cli.inspect", "inspect a run: kernels, loss spikes and gradient underflow", True),
+    "inspect": Command(
+        "limner.cli.inspect", "inspect a run: kernels, loss spikes, gradient underflow, autograd graph", True
+    ),
 }
 
 

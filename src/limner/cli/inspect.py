@@ -1,31 +1,34 @@
-"""`limner inspect precision | spikes | underflow`: a run's kernels, loss spikes, and gradient underflow by format."""
+"""`limner inspect precision | spikes | underflow | graph`: kernels of a run, loss spikes, gradient underflow by format,
+and the autograd graph."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
+from limner.atomic_io import atomic_write_text
 from limner.cli import run_subcommand
 from limner.cli.arguments import OutputFile
-from limner.config import load_json
+from limner.config import from_dict, load_json
 from limner.errors import UserError, escape_control
 from limner.json_files import read_json
 from limner.text_table import render_table
 from limner.validation import SEEDS, Range, Validated
 
 if TYPE_CHECKING:
+    from limner.planner.saved_tensors import TrainingStep
     from limner.quantization.products import Counts
 
 
 def main(argv: Sequence[str]) -> None:
     """Run a subcommand of `limner inspect`."""
-    run_subcommand("limner inspect", (precision, spikes, underflow), argv)
+    run_subcommand("limner inspect", (precision, spikes, underflow, graph), argv)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +140,84 @@ def underflow(options: UnderflowOptions) -> None:
         body = f'<p>{summary}</p>{report.table(rows, header)}<div class="charts">{"".join(charts)}</div>'
         title = f"Exponents of the gradients of {options.run}"
         print(f"written: {escape_control(report.save_page(options.output, title, f'<h1>{escape(title)}</h1>{body}'))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOptions(Validated):
+    """Show the autograd graph of a training step, and the bytes that each resblock saves for the backward pass.
+
+    Weights and batch are random. Modules are folded; in an open one, each node has its edges with input numbers, and
+    its saved tensors with sizes. The text of two graphs can be compared with diff.
+    """
+
+    model: Annotated[Positional[str], arg(metavar="MODEL|RUN")]
+    """A model (name or folder), or a run of `limner train`, with its objective, precision and scaling."""
+    stage: Literal["dvae", "prior", "contrastive"] = "prior"
+    """Which of its models."""
+    open: tuple[str, ...] = ()
+    """Modules to open, such as blocks.0.attention."""
+    samples: Annotated[int, Range(1, 2**16)] = 1
+    """Samples of the batch."""
+    precision: Annotated[str | None, arg(metavar="NAME")] = None
+    """Number formats, such as bf16 or switchback; by default those of the run, or auto for a model."""
+    checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    output: OutputFile = None
+    """Write the graph as SVG instead of printing it."""
+
+
+def graph(options: GraphOptions) -> None:
+    """what does the backward pass of a training step run, and what does it save?"""
+    from limner.autograd.fold import fold
+    from limner.autograd.svg import draw
+
+    step = _training_step(options)
+    whole = step.graph()
+    folded, saved = fold(whole, options.open), step.saved_bytes(whole)
+    sums = [None if None in column else sum(column) for column in zip(*saved.values(), strict=True)]
+    rows = [
+        (name, *("-" if size is None else f"{size:,}" for size in sizes))
+        for name, sizes in {**saved, "sum": sums}.items()
+    ]
+    title = f"{options.stage} of {options.model}: {len(whole.nodes):,} nodes, a batch of {options.samples}"
+    print(escape_control(title))
+    print(render_table(("saved bytes", "activations", "checkpointing frees", "8-bit inputs free"), rows))
+    if options.output is None:
+        print(f"\n{folded.text()}")
+    else:
+        atomic_write_text(options.output, draw(folded, title))
+        print(f"written: {escape_control(options.output)}")
+
+
+def _training_step(options: GraphOptions) -> TrainingStep:
+    """Return the step of a run's stage, or of a model with the default objective."""
+    import torch
+
+    from limner import bundles
+    from limner.planner.saved_tensors import OBJECTIVES, TrainingStep
+    from limner.quantization.precisions import TrainingPrecision
+    from limner.recipes.recipe import Recipe, resolve
+    from limner.text.bpe import Tokenizer
+    from limner.training.config import TrainConfig
+
+    run, name = Path(options.model), options.stage
+    if (run / "recipe.json").exists():
+        tokenizer = run / "tokenizer.json"
+        vocab = Tokenizer.load(tokenizer).vocab_size if tokenizer.exists() else None
+        resolved = resolve(load_json(Recipe, run / "recipe.json"), vocab)
+        if name not in resolved.stages:
+            raise UserError(f"the run in {run} trains no {name}: choose {', '.join(resolved.stages)}")
+        model, objective = resolved.models[name], resolved.stages[name].objective
+        training = resolved.stages[name].training
+    else:
+        model = bundles.load_model(options.model, name).config
+        objective, training = OBJECTIVES[type(model)](), TrainConfig(steps=1)
+    if options.precision:
+        training = replace(training, precision=from_dict(TrainingPrecision, options.precision, "--precision"))
+    if options.checkpointing:
+        training = replace(training, checkpoint_activations=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return TrainingStep(model=model, objective=objective, training=training, samples=options.samples, device=device)
 
 
 def _records(run: Path, file: str) -> dict[str, Path]:

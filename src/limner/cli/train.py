@@ -53,6 +53,9 @@ class Train(Validated):
     also after a machine is lost or added."""
     deterministic: bool = False
     """Train reproducibly: the same command gives the same weights. Slower on GPUs; stages are trained one by one."""
+    debug_nonfinite: bool = False
+    """Stop at the first update whose loss or gradient is not finite, and name the operation and module that cause it.
+    Such updates are skipped otherwise."""
     grad_compression: Literal[tuple(process_group.REDUCERS)] = "recipe"  # pyright: ignore[reportInvalidTypeForm]
     """Format of gradients sent between replicas: the recipe's (--prior.grad-compression-rank), fp32 (none), bf16, or
     PowerSGD factors of the paper or of torch."""
@@ -82,7 +85,9 @@ def main(argv: Sequence[str]) -> None:
 
     joined = process_group.join_process_group(options.parallel, options.dp_replicate, _reducer(options))
     with deterministic(options.deterministic), joined as parallel:
-        bundle = train_all(settings, options.data, options.out, options.stages or None, announce, parallel)
+        bundle = train_all(
+            settings, options.data, options.out, options.stages or None, announce, parallel, options.debug_nonfinite
+        )
     if process_group.rank():
         return
     print(f"run: {escape_control(options.out)}")

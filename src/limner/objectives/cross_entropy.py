@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from limner.numerics.precision import acc_type, product
 
@@ -60,6 +59,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True: the stored gradients would count as constants
+            raise RuntimeError(
+                "linear_cross_entropy cannot be differentiated twice: take F.cross_entropy of the model's logits"
+            )
         return *(gradient * upstream[0] for gradient in ctx.saved_tensors), None

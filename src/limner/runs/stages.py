@@ -37,6 +37,7 @@ from limner.training.checkpoint import completed, fill_model, load_weights, mode
 from limner.training.hooks import Hook
 from limner.training.kernel_report import KernelReport
 from limner.training.loop import train
+from limner.training.nonfinite import NonfiniteReport
 from limner.training.rms_monitor import RMSMonitor
 from limner.training.train_state import Evaluate, TrainState
 
@@ -49,9 +50,11 @@ class StageTrainer:
     Args:
         stages: the stages to train. `model` loads the others from the run, or from the bundle that the recipe starts
             from.
+        debug_nonfinite: stop at the first update that is skipped, and name the operation (`NonfiniteReport`).
     """
 
-    def __init__(self, run_data: RunData, stages: Sequence[Stage]) -> None:
+    def __init__(self, run_data: RunData, stages: Sequence[Stage], debug_nonfinite: bool = False) -> None:
+        self.debug_nonfinite = debug_nonfinite
         self.run_data, self.stages, self.out = run_data, stages, run_data.out
         self.tokenizer = run_data.tokenizer() if {"prior", "contrastive"} & set(stages) else None
         self.resolved = run_data.resolve(stages)
@@ -99,6 +102,8 @@ class StageTrainer:
             if (codes := self.models["dvae"].fixed_codes()) is not None:
                 init_from_codebook(model, codes)
         evaluate, data = self._evaluation(name), self.dataset(name, run_data.train)
+        if self.debug_nonfinite:
+            hooks.append(NonfiniteReport())
         if training.precision.converts:
             hooks.append(KernelReport(self.out / name))
         if start := self.resolved.recipe.start:

@@ -104,3 +104,41 @@ def test_a_folder_without_such_a_run_is_reported(run, capsys, tmp_path):
     assert "\x1b" not in capsys.readouterr().out
     assert main(["inspect", "precisoin", str(run)]) == 2
     assert "did you mean 'precision'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", ["dvae", "prior", "contrastive"])
+def test_the_graph_of_a_run_is_that_of_its_training(run, capsys, tmp_path, stage):
+    assert main(["inspect", "graph", str(run), "--stage", stage, "-o", str(tmp_path / "graph.svg")]) == 0
+    assert f"written: {tmp_path / 'graph.svg'}" in capsys.readouterr().out
+    svg = (tmp_path / "graph.svg").read_text()
+    assert svg.startswith("<svg") and f"{stage} of {run}: " in svg
+    assert main(["inspect", "graph", str(run), "--stage", stage]) == 0
+    whole = capsys.readouterr().out
+    assert ("blocks.0.mlp" in whole) == (stage != "dvae")
+    assert ("/_SummedCrossEntropy" in whole) == (stage == "prior")
+
+
+def test_the_graph_of_a_bundle_opens_modules_and_takes_settings(run, capsys):
+    command = ["inspect", "graph", str(run / "bundle"), "--open", "blocks.1.mlp.branch.up", "--samples", "3"]
+    assert main([*command, "--precision", "switchbackm", "--checkpointing"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("nodes, a batch of 3")
+    (ours,) = [line for line in lines if line.startswith("          _LowPrecisionFunction, [")]
+    assert "quantization/low_precision.py:" in ours
+    saved = lines[lines.index(ours) + 1 :]
+    assert any("saves tensors[1]" in line and "int8" in line and "recomputed" in line for line in saved[:9])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--open", "blocks.0.mpl"], "in a module 'blocks.0.mpl': did you mean 'blocks.0.mlp'"),
+        (["--precision", "int7"], "--precision cannot be 'int7'"),
+        (["--stage", "contrastive", "--checkpointing"], "cannot recompute activations"),
+        (["--samples", "0"], "samples must be at least 1, not 0"),
+    ],
+)
+def test_a_wrong_option_of_the_graph_is_one_sentence(run, capsys, options, message):
+    assert main(["inspect", "graph", str(run / "bundle"), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

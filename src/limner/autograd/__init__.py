@@ -1,0 +1,1 @@
+"""The autograd graph of a loss: as data, folded by module, as text, as SVG."""
