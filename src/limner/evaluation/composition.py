@@ -169,11 +169,15 @@ def composition_results(
     bool [B, N], and their scores [B, N]."""
     ks = sorted({k for k in (*settings.best_of, settings.candidates) if k <= settings.candidates})
     best = {k: np.take_along_axis(right, scores[:, :k].argmax(1)[:, None], 1)[:, 0] for k in ks}
+    values = {"any candidate": right.mean(1)}
+    for k in ks:
+        values |= {f"best of {k}": best[k], f"any of {k}": np.any(right[:, :k], 1)}
     details = [
         {
             "caption": case.caption, "kind": case.kind, "combination": case.cluster,
             "seed": drawing_seed(settings.seed, i), "right": np.flatnonzero(right[i]).tolist(),
             "scores": [round(float(value), 5) for value in scores[i]],
+            "values": {row: float(of_case[i]) for row, of_case in values.items()},
         }
         for i, case in enumerate(cases)
     ]  # fmt: skip
@@ -187,10 +191,7 @@ def composition_results(
     for group in ("all", *(kinds if len(kinds) > 1 else ())):
         part = [i for i, case in enumerate(cases) if group in ("all", case.kind)]
         clusters = [cases[i].cluster for i in part]
-        rows = {"any candidate": proportion(right[part].mean(1), clusters)}
-        for k in ks:
-            rows[f"best of {k}"] = proportion(best[k][part], clusters)
-            rows[f"any of {k}"] = proportion(np.any(right[part, :k], 1), clusters)
+        rows = {row: proportion(of_case[part], clusters) for row, of_case in values.items()}
         for k, more in pairwise(ks):
             rows[f"best of {more} minus best of {k}"] = paired_difference(best[more][part], best[k][part], clusters)
         results.append(

@@ -1,4 +1,4 @@
-"""`limner evaluate composition | pairs | reconstruction | zero-shot | emoji | icons | glyphs | grid | votes`."""
+"""`limner evaluate`: a function for each evaluation of a model; `from_files.py` reads results instead."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from limner.cli import run_subcommand
 from limner.cli.arguments import check_writable
+from limner.cli.evaluate.from_files import compare, votes
 from limner.cli.evaluate.options import (
     DrawGrid,
     ScoreComposition,
@@ -20,7 +21,6 @@ from limner.cli.evaluate.options import (
     ScoreOptions,
     ScorePairs,
     ScoreReconstruction,
-    ScoreVotes,
     ScoreZeroShot,
 )  # fmt: skip
 from limner.errors import UserError, escape_control
@@ -39,7 +39,7 @@ _MIN_ACCURACY = 0.9  # of the classifier of icons on its training pictures; belo
 
 def main(argv: Sequence[str]) -> None:
     """Run a subcommand of `limner evaluate`."""
-    commands = (composition, pairs, reconstruction, zero_shot, emoji, icons, glyphs, grid, votes)
+    commands = (composition, pairs, reconstruction, zero_shot, emoji, icons, glyphs, grid, votes, compare)
     run_subcommand("limner evaluate", commands, argv)
 
 
@@ -252,16 +252,6 @@ def grid(options: DrawGrid) -> None:
     _write(options.output, partial(save_png, render_grid(data, cells, drawings, options.real)))
 
 
-def votes(options: ScoreVotes) -> None:
-    """which model's pictures do people prefer?"""
-    from limner.evaluation.result import tables
-    from limner.evaluation.votes import VoteStore, tables as count
-
-    results = count(VoteStore.read(options.votes))
-    print(tables(results))
-    _save(options, results)
-
-
 def _load_scene_model(name: str) -> TextToImage:
     from limner.pipeline import load
 
@@ -278,7 +268,7 @@ def _require_scenes(size: int, advice: str) -> None:
         raise UserError(f"the size of scenes is a multiple of {UNITS} pixels, this model draws {size} pixels: {advice}")
 
 
-def _save(options: ScoreOptions | ScoreVotes, results: Sequence[EvalResult], **more: Any) -> None:
+def _save(options: ScoreOptions, results: Sequence[EvalResult], **more: Any) -> None:
     """Write the results and `more` values to the file that the options name, if they name one."""
     from limner.evaluation.result import save_results
 

@@ -162,20 +162,6 @@ class ScoreGlyphs(ScoreIcons):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreVotes(Validated):
-    """Count the votes of `limner vote`: majorities, strengths of the models, and the agreement of voters.
-
-    Intervals are 95%, over pairs, and for strengths over votes. Careless voters miss checks, vote in less than a
-    second, or disagree with the majority of others; majorities are counted with and without them.
-    """
-
-    votes: Positional[Path]
-    """The file of votes."""
-    output: OutputFile = None
-    """Write all results as JSON."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class DrawGrid(Options):
     """Draw icons on one sheet: a row per subject, a column per style, frames around held-out combinations."""
 
