@@ -18,8 +18,10 @@ from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import ReducerFactory
 from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError, escape_control
+from limner.profiling.recording import FOLDER, ProfileRecorder, parse_steps
 from limner.recipes.recipe import PretrainedDVAE, Recipe, ResolvedRecipe, Stage
 from limner.runs import time_estimate
+from limner.runs.stages import StageHooks
 from limner.runs.train import train_all
 from limner.training.determinism import deterministic
 from limner.validation import Range, Validated
@@ -59,6 +61,11 @@ class Train(Validated):
     grad_compression_rank: Annotated[int | None, Range(1, 2**16), arg(name="grad-compression.rank")] = None
     """Rank of the PowerSGD factors over all shards of a matrix; by default an eighth of its smaller side, for torch's
     32."""
+    profile: Annotated[str | None, arg(metavar="FIRST:LAST")] = None
+    """Record the updates between two steps of each stage, such as 10:13, in RUN/STAGE/profile for `limner profile`.
+    Stages are trained one by one."""
+    profile_stacks: bool = False
+    """Also record Python calls, so that the report names source lines. Slower."""
     settings: Annotated[Recipe, arg(name="")]
 
 
@@ -80,14 +87,24 @@ def main(argv: Sequence[str]) -> None:
     def announce(resolved: ResolvedRecipe, stages: Sequence[str]) -> None:
         time_estimate.print_estimate(resolved, options.out, stages, recipes.fallback_recipe(options.recipe))
 
+    stage_hooks = _stage_hooks(options)
     joined = process_group.join_process_group(options.parallel, options.dp_replicate, _reducer(options))
     with deterministic(options.deterministic), joined as parallel:
-        bundle = train_all(settings, options.data, options.out, options.stages or None, announce, parallel)
+        bundle = train_all(settings, options.data, options.out, options.stages or None, announce, parallel, stage_hooks)
     if process_group.rank():
         return
     print(f"run: {escape_control(options.out)}")
     if bundle is not None:
         print(f'draw with its bundle: limner draw "..." --model {escape_control(options.out)}')
+
+
+def _stage_hooks(options: Train) -> StageHooks | None:
+    if options.profile is None:
+        if options.profile_stacks:
+            raise UserError("--profile-stacks needs --profile, such as --profile 10:13")
+        return None
+    first, last = parse_steps(options.profile)
+    return lambda folder: [ProfileRecorder(folder / FOLDER, first, last, options.profile_stacks)]
 
 
 def _reducer(options: Train) -> ReducerFactory | None:
