@@ -36,7 +36,13 @@ class TraceFile:
     def allocate(self, at: float, size: int, address: int, device: int = 0) -> None:
         """Allocate bytes, or release them if `size` is negative."""
         self.total += size
-        args = {"Total Allocated": self.total, "Bytes": size, "Addr": address, "Device Type": device, "Device Id": -1}
+        args = {
+            "Total Allocated": self.total,
+            "Bytes": size,
+            "Addr": address,
+            "Device Type": device,
+            "Device Id": device - 1,
+        }
         event = {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "pid": 7, "tid": 1, "ts": at * MS}
         self.events.append({**event, "args": args})
 

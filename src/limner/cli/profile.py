@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     from limner.profiling.recommendations import format_time
     from limner.profiling.trace import read_traces
 
-    traces = read_traces(options.traces)
+    traces = read_traces(options.traces, shown=True)
     report = analyze(traces)
     columns = ("total", *PARTS, "overlap", "waiting")
     rows = [(row["rank"], *(format_time(row[column]) for column in columns)) for row in report["ranks"]]

@@ -12,6 +12,8 @@ from limner.profiling.recommendations import recommend
 from limner.profiling.timeline_view import timelines
 from limner.profiling.trace import Trace
 
+__all__ = ["analyze"]
+
 
 def analyze(traces: Sequence[Trace]) -> dict[str, Any]:
     """Return the tables and timelines of the traces of all ranks of a run."""

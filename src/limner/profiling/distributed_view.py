@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from limner.profiling.intervals import Intervals, difference, intersection, length_before, union
-from limner.profiling.operator_view import computes
+from limner.profiling.operator_view import computes, is_communication
 from limner.profiling.trace import Event, Trace
 
 PARTS = ("compute", "communication", "input", "other")  # disjoint; their sum is the step
@@ -115,12 +115,6 @@ def collective_table(ranks: Sequence[RankTimes]) -> list[dict[str, Any]]:
     return rows
 
 
-def is_communication(event: Event) -> bool:
-    """Return True for kernels of NCCL (ncclDevKernel_AllReduce…, ncclKernel_…) and spans of gloo."""
-    is_nccl = event.category == "kernel" and "nccl" in event.name[:80].lower()
-    return is_nccl or event.name.startswith("gloo:")
-
-
 def collective_name(event: Event) -> str:
     """Return the kind of a collective, such as all_reduce."""
     return str(event.args.get("Collective name") or event.name.removeprefix("gloo:"))
@@ -128,11 +122,9 @@ def collective_name(event: Event) -> str:
 
 def collective_bytes(event: Event) -> int:
     """Return the bytes of a collective's larger side; 0 if the trace lacks shapes or the type is unknown."""
-    elements = max(event.number("In msg nelems"), event.number("Out msg nelems"))
-    kinds = [event.args.get("dtype")] * bool(elements)
-    shapes: list[Any] = [[elements]]
-    if not elements:
-        shapes, kinds = event.args.get("Input Dims"), event.args.get("Input type")  # pyright: ignore[reportAssignmentType]
+    shapes, kinds = event.args.get("Input Dims"), event.args.get("Input type")
+    if elements := max(event.number("In msg nelems"), event.number("Out msg nelems")):
+        shapes, kinds = [[elements]], [event.args.get("dtype")]
     if not isinstance(shapes, list) or not isinstance(kinds, list):
         return 0
     total = 0.0
@@ -156,13 +148,8 @@ def _waiting(ranks: Sequence[RankTimes]) -> list[list[tuple[int, int]]]:
     waiting = [[(e.start, e.end) for e in rank.collectives if receives(e)] for rank in ranks]
     by_rank = [_keyed(rank) for rank in ranks]
     shared = set(by_rank[0]).intersection(*by_rank[1:]) if len(ranks) > 1 else set()
-    matched = [
-        [events[i] for events in group]
-        for key in shared
-        if len({len(keyed[key]) for keyed in by_rank}) == 1
-        for group in [[keyed[key] for keyed in by_rank]]
-        for i in range(len(group[0]))
-    ]
+    groups = [[keyed[key] for keyed in by_rank] for key in shared]
+    matched = [events for group in groups if len({*map(len, group)}) == 1 for events in zip(*group, strict=True)]
     offsets = [0] * len(ranks)
     if matched and len({rank.trace.host for rank in ranks}) > 1:
         offsets = [round(median(events[0].end - events[r].end for events in matched)) for r in range(len(ranks))]
@@ -174,11 +161,13 @@ def _waiting(ranks: Sequence[RankTimes]) -> list[list[tuple[int, int]]]:
 
 
 def _keyed(rank: RankTimes) -> dict[tuple[int, str, str], list[Event]]:
-    """Return the collectives by step, kind and process group."""
-    keyed, starts = defaultdict(list), [step.start for step in rank.trace.steps]
+    """Return the collectives by step, kind and process group. Kernels of a GPU may run after their step: all have 0."""
+    keyed, steps = defaultdict(list), rank.trace.steps
+    starts = [] if rank.trace.uses_gpu else [step.start for step in steps]
     for event in rank.collectives:
-        step = int(np.searchsorted(starts, event.start, "right"))
-        if not receives(event) and "send" not in collective_name(event).lower():
-            number = rank.trace.steps[step - 1].number if step else -1
-            keyed[number, collective_name(event), str(event.args.get("Process Group Name"))].append(event)
+        name, after = collective_name(event), int(np.searchsorted(starts, event.start, "right"))
+        if not receives(event) and "send" not in name.lower():
+            keyed[steps[after - 1].number if after else 0, name, str(event.args.get("Process Group Name"))].append(
+                event
+            )
     return keyed

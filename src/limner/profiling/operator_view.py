@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from limner.profiling.intervals import intersection, length, union
+from limner.profiling.intervals import Intervals, intersection, length, union
 from limner.profiling.trace import GPU_WORK, MEMORY, Event, Trace
 
 # Parts of the names of kernels that use Tensor Cores: instruction shapes and libraries.
@@ -23,7 +23,7 @@ _TENSOR_CORE = re.compile(
 _MATRIX_PRODUCT = re.compile(r"gemm|cutlass|conv|nvjet|flash|fmha|xmma", re.IGNORECASE)
 _SOURCE = re.compile(r"([^<>:*?\"|\0]{1,250}\.py)\((\d{1,7})\): ")
 _NOT_COMPUTE = ("c10d::", "autograd::", "profiler::")  # namespaces of operators that send, or call other operators
-PHASES = {"limner:": "", "Optimizer.": "update", "enumerate(DataLoader)": "input"}  # by the start of a span's name
+_PHASES = {"limner:": "", "Optimizer.": "update", "enumerate(DataLoader)": "input"}  # by the start of a span's name
 
 
 @dataclass
@@ -111,22 +111,33 @@ def kernel_table(trace: Trace) -> list[dict[str, Any]]:
 
 
 def gpu_summary(trace: Trace) -> dict[str, float] | None:
-    """Return shares of the steps in which the GPU works and its SMs are in use, the mean occupancy in percent, and the
-    share of kernel time on Tensor Cores; None without a GPU."""
+    """Return a GPU's utilization and SM efficiency (shares of the steps), mean occupancy in percent, share of kernel
+    time on Tensor Cores, mean time of a kernel, and share of the SMs in use during computation; None without a GPU."""
     kernels = [e for e in trace.events if e.category == "kernel"]
     if not kernels:
         return None
-    busy = union((e.start, e.end) for e in trace.events if e.category in GPU_WORK)
     steps, time = union((s.start, s.end) for s in trace.steps), max(sum(e.duration for e in kernels), 1)
-    total = length(steps)
-    in_use = sum(e.duration * min(e.number("blocks per SM"), 1.0) for e in kernels)
+    compute = [e for e in kernels if not is_communication(e)]
+    in_use = [sum(e.duration * min(e.number("blocks per SM"), 1.0) for e in group) for group in (kernels, compute)]
     return {
-        "utilization": length(intersection(busy, steps)) / total,
-        "sm_efficiency": min(in_use / total, 1.0),
+        "utilization": length(intersection(gpu_busy(trace), steps)) / length(steps),
+        "sm_efficiency": min(in_use[0] / length(steps), 1.0),
         "occupancy": _mean_over_time(kernels, "est. achieved occupancy %"),
         "tensor_cores": sum(e.duration for e in kernels if _TENSOR_CORE.search(e.name)) / time,
         "mean_kernel": time / len(kernels),
+        "sms_in_use": in_use[1] / max(sum(e.duration for e in compute), 1),
     }
+
+
+def gpu_busy(trace: Trace) -> Intervals:
+    """Return the time in which the GPU computes, sends or copies."""
+    return union((e.start, e.end) for e in trace.events if e.category in GPU_WORK)
+
+
+def is_communication(event: Event) -> bool:
+    """Return True for kernels of NCCL (ncclDevKernel_AllReduce…, ncclKernel_…) and spans of gloo."""
+    is_nccl = event.category == "kernel" and "nccl" in event.name[:80].lower()
+    return is_nccl or event.name.startswith("gloo:")
 
 
 def _mean_over_time(kernels: Sequence[Event], key: str) -> float:
@@ -172,7 +183,7 @@ def phase(trace: Trace, index: int) -> str:
     """Return the part of the step that an event belongs to."""
     around = [trace.events[i] for i in trace.ancestors(index)]
     for event in around:
-        for prefix, title in PHASES.items() if event.category == "user_annotation" else ():
+        for prefix, title in _PHASES.items() if event.category == "user_annotation" else ():
             if event.name.startswith(prefix):
                 return title or event.name.removeprefix(prefix)
     if any(event.name.startswith("autograd::engine") for event in around):

@@ -25,15 +25,6 @@ MAX_POINTS = 400  # of a memory curve
 MAX_EMBEDDED = 32 << 20  # bytes of compressed traces in the page, for Perfetto
 PART_TITLES = ("compute", "exposed communication", "input", "other")
 _COLORS = ("var(--c0)", "var(--c1)", "var(--c3)", "var(--line)")
-_STYLE = """<style>
-.wide { overflow-x: auto } .wide td + td, .wide th + th { text-align: right; white-space: nowrap; padding-left: .8rem }
-.wide td, .wide th { padding-right: 0 } td:first-child { overflow-wrap: anywhere; min-width: 6rem }
-.bar { display: flex; height: 1.3rem; border-radius: 4px; overflow: hidden; margin: .1rem 0 .5rem }
-.legend i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin: 0 .3em 0 1em }
-#timeline { width: 100%; touch-action: pan-y; cursor: grab; background: var(--card); border-radius: 8px }
-#event { min-height: 3em; display: block; overflow-wrap: anywhere } button { font: inherit; padding: .3rem .8rem }
-details summary { cursor: pointer; margin: .4rem 0 } .kind { color: var(--dim) }
-</style>"""
 
 
 def tables_of(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,14 +40,15 @@ def save_report(path: Path, report: Mapping[str, Any], traces: Sequence[Trace]) 
     devices = {str(device.get("name", "GPU")) for trace in traces for device in trace.devices} or {"CPU"}
     steps = sorted({row["step"] for row in report["steps"]})
     lead = (
-        f"{len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'} on {', '.join(sorted(devices))}, steps {steps[0]} to "
-        f"{steps[-1]}, {format_time(mean)} per step on average."
+        f"Ranks: {len(ranks)}, on {', '.join(sorted(devices))}. Steps: {', '.join(map(str, steps))}. Mean time of a "
+        f"step: {format_time(mean)}."
     )
     advice = [
         f'<li>{escape(row["text"])} <span class="kind">({row["kind"]})</span></li>' for row in report["recommendations"]
     ]
+    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     body = [
-        f"{_STYLE}<h1>Where time and memory go</h1><p class='lead'>{escape(lead)}</p>",
+        f"<style>{style}</style><h1>Where time and memory go</h1><p class='lead'>{escape(lead)}</p>",
         "<h2>Recommendations</h2>",
         f"<ul>{''.join(advice)}</ul>" if advice else "<p>No rule found a limit worth a change.</p>",
         *_distributed(report),
@@ -65,7 +57,7 @@ def save_report(path: Path, report: Mapping[str, Any], traces: Sequence[Trace]) 
         *_operators(report),
         "<h2>Tables</h2><p><button id='json'>Save the tables as JSON</button></p>",
         _script("tables", to_json(tables_of(report))),
-        f"<script>{Path(__file__).with_name('page.js').read_text(encoding='utf-8')}</script>",
+        f"<script>{script}</script>",
     ]
     return save_page(path, "Profile", "\n".join(body))
 
@@ -104,7 +96,7 @@ def _timeline(report: Mapping[str, Any], traces: Sequence[Trace]) -> Iterator[st
     yield "<h2>Timeline</h2><p><button id='in'>+</button> <button id='out'>−</button> <button id='all'>all</button> "
     yield f"<span id='range' class='dim'></span></p>{_legend(KINDS)}"
     yield "<p class='dim'>Wheel or pinch to zoom, drag to move. Bars show the share of each bucket in which the device "
-    yield "computes; on a GPU, green bars show the estimated SM efficiency.</p>"
+    yield "works; on a GPU, green bars show the estimated SM efficiency.</p>"
     yield "<output id='event'>Tap an event to see its name and time.</output><canvas id='timeline'></canvas>"
     yield _script("timelines", to_json({"kinds": list(KINDS.values()), "ranks": report["timelines"]}))
     embedded = 0

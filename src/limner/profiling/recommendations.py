@@ -12,7 +12,7 @@ MIN_OTHER = 0.25  # share of the step without computation, communication and inp
 SHORT_WORK = {False: 50_000, True: 10_000}  # nanoseconds of an operator of the CPU, and of a kernel of the GPU
 MIN_TRANSFER = 0.25  # share of the step in exposed communication without waiting
 MIN_UTILIZATION = 0.5  # of a GPU
-MIN_SM_EFFICIENCY = 0.6  # of the time that the GPU works
+MIN_SM_EFFICIENCY = 0.6  # share of a GPU's SMs, while it computes
 MIN_TENSOR_CORES = 0.5  # share of the time of matrix products
 MIN_PRODUCTS = 0.2  # share of kernel time in matrix products
 MAX_TENSOR = 0.4  # share of the peak that one tensor holds
@@ -112,19 +112,22 @@ def _transfer(tables: Table) -> Iterator[tuple[str, str]]:
 
 
 def _gpus(tables: Table) -> Iterator[tuple[str, str]]:
-    for row in tables["gpus"]:
-        if row["utilization"] < MIN_UTILIZATION:
-            yield (
-                "idle-gpu",
-                f"The GPU of rank {row['rank']} works {row['utilization']:.0%} of each step, and a kernel takes "
-                f"{format_time(row['mean_kernel'])} on average: raise the batch size, or find what the GPU waits for.",
-            )
-        elif (efficiency := row["sm_efficiency"] / row["utilization"]) < MIN_SM_EFFICIENCY:
-            yield (
-                "few-blocks",
-                f"Kernels of rank {row['rank']} use {efficiency:.0%} of the GPU's SMs on average, because many have "
-                "fewer blocks than the GPU has SMs: raise the batch size.",
-            )
+    if not tables["gpus"]:
+        return
+    row = min(tables["gpus"], key=lambda row: row["utilization"])
+    if row["utilization"] < MIN_UTILIZATION:
+        yield (
+            "idle-gpu",
+            f"The GPU of rank {row['rank']} works {row['utilization']:.0%} of each step, and a kernel takes "
+            f"{format_time(row['mean_kernel'])} on average: raise the batch size, or find what the GPU waits for.",
+        )
+    row = min(tables["gpus"], key=lambda row: row["sms_in_use"])
+    if row["sms_in_use"] < MIN_SM_EFFICIENCY:
+        yield (
+            "few-blocks",
+            f"Kernels of rank {row['rank']} use {row['sms_in_use']:.0%} of the GPU's SMs on average, because many have "
+            "fewer blocks than the GPU has SMs: raise the batch size.",
+        )
 
 
 def _tensor_cores(tables: Table) -> Iterator[tuple[str, str]]:

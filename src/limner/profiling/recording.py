@@ -21,8 +21,6 @@ from limner.training.hooks import Hook
 from limner.training.train_state import TrainState
 from limner.validation import abbreviate
 
-__all__ = ["FOLDER", "ProfileRecorder", "parse_steps"]
-
 FOLDER = "profile"  # in the folder of a stage
 MAX_STEPS = 100  # of a trace, which the profiler keeps in memory
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from limner.profiling.distributed_view import RankTimes, is_communication
+from limner.profiling.distributed_view import RankTimes
 from limner.profiling.intervals import length_before
+from limner.profiling.operator_view import gpu_busy, is_communication
 from limner.profiling.trace import GPU_WORK, MEMORY, Event
 
 BUCKET = 10_000_000  # nanoseconds
@@ -41,6 +42,7 @@ def _timeline(rank: RankTimes, count: int) -> dict[str, Any]:
         lane, name = lanes.setdefault(e.thread, len(lanes)), names.setdefault(e.name, len(names))
         rows.append((lane, depth, (e.start - start) / 1e3, e.duration / 1e3, name, _kind(e)))
     bucket = max(BUCKET, -(-(end - start) // MAX_BUCKETS))
+    busy = gpu_busy(trace) if trace.uses_gpu else rank.compute
     edges = np.arange(start, end + bucket, bucket)
     return {
         "rank": trace.rank,
@@ -48,7 +50,7 @@ def _timeline(rank: RankTimes, count: int) -> dict[str, Any]:
         "names": list(names),
         "events": rows,
         "bucket": bucket / 1e3,
-        "utilization": _shares(np.diff(length_before(rank.compute, edges)), bucket),
+        "utilization": _shares(np.diff(length_before(busy, edges)), bucket),
         "sm_efficiency": _shares(np.diff(_sm_time_before(trace.events, edges)), bucket) if trace.uses_gpu else [],
         "duration": (end - start) / 1e3,
     }

@@ -23,8 +23,12 @@ from typing import Any, NamedTuple
 
 from limner.atomic_io import require_file
 from limner.errors import UserError
+from limner.progress import progress
+
+__all__ = ["Event", "Trace", "TraceStep", "read_trace", "read_traces"]
 
 MAX_BYTES = 1 << 29  # of a trace's JSON
+MAX_BRACKETS = 20_000_000  # objects and lists in it, which take more memory than their text
 MAX_EVENTS = 2_000_000  # of a trace
 MAX_TRACES = 64
 MAX_NAME = 300  # characters
@@ -126,8 +130,8 @@ class Trace:
                 yield index
 
 
-def read_traces(paths: Sequence[Path]) -> list[Trace]:
-    """Read the traces of all ranks from files and folders, by rank. Raises `UserError`."""
+def read_traces(paths: Sequence[Path], shown: bool = False) -> list[Trace]:
+    """Read the traces of all ranks from files and folders, by rank. Show progress if `shown`. Raises `UserError`."""
     files: list[Path] = []
     for path in paths:
         in_folder = [*path.glob("*.json"), *path.glob("*.json.gz")] if path.is_dir() else [path]
@@ -136,7 +140,12 @@ def read_traces(paths: Sequence[Path]) -> list[Trace]:
         files += sorted(in_folder)
     if len(files) > MAX_TRACES:
         raise UserError(f"{len(files)} traces are more than {MAX_TRACES}, the maximum: name fewer")
-    traces = sorted((read_trace(path, number) for number, path in enumerate(files)), key=lambda trace: trace.rank)
+    traces: list[Trace] = []
+    with progress("reading traces", len(files), unit="trace", shown=shown) as bar:
+        for path in files:
+            traces.append(read_trace(path, len(traces)))
+            bar.advance(1)
+    traces.sort(key=lambda trace: trace.rank)
     for before, after in pairwise(traces):
         if before.rank == after.rank:
             raise UserError(f"{before.path} and {after.path} are both of rank {after.rank}: name the traces of one run")
@@ -193,6 +202,10 @@ def _decompressed(path: Path) -> bytes:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if len(text) > MAX_BYTES:
         raise UserError(f"{path} has more than {MAX_BYTES >> 20} MiB of JSON, the maximum: record fewer steps")
+    if text.count(b"{") + text.count(b"[") > MAX_BRACKETS:
+        raise UserError(
+            f"{path} has more than {MAX_BRACKETS:,} JSON objects and lists, the maximum: record fewer steps"
+        )
     return text
 
 

@@ -44,6 +44,9 @@ def test_too_many_events_and_traces(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_EVENTS", 3)
     with pytest.raises(UserError, match="more than 3 events"):
         read_trace(path)
+    monkeypatch.setattr(module, "MAX_BRACKETS", 3)
+    with pytest.raises(UserError, match="more than 3 JSON objects"):
+        read_trace(path)
     monkeypatch.setattr(module, "MAX_TRACES", 1)
     with pytest.raises(UserError, match="name fewer"):
         read_traces([path, path])

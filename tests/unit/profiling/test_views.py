@@ -156,9 +156,9 @@ def test_a_trace_of_a_gpu_fills_every_view(tmp_path):
     linear = next(row for row in report["operators"] if row["name"] == "aten::linear")
     assert (linear["gpu_self"], linear["gpu_total"], linear["source"]) == (30 * MS, 60 * MS, "nn/model.py:12")
     assert report["collectives"][0]["name"] == "allreduce" and report["collectives"][0]["bytes"] == 1000
-    assert report["memory"][0]["device"] == "GPU -1" and report["memory"][0]["peak"] == 1000
+    assert report["memory"][0]["device"] == "GPU 0" and report["memory"][0]["peak"] == 1000
     timeline = report["timelines"][0]
-    assert timeline["utilization"] == [0, *[1] * 6, 0, 0, 0]
+    assert timeline["utilization"] == [0.2, *[1] * 8, 0]
     assert timeline["sm_efficiency"][:6] == [0, 1, 1, 1, 0.5, 0.2]
 
 
