@@ -1,7 +1,11 @@
 """Recording by training and by two processes, and the diagnosis of staged scenarios in real traces."""
 
+import gzip
+import threading
 import time
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -25,7 +29,7 @@ from tiny import tiny_recipe
 
 
 def staged(kind: str, folder: str) -> None:
-    """Record three steps of this rank's copy of a model, with the bottleneck `kind`."""
+    """Record steps of this rank's copy of a model, with the bottleneck `kind`."""
     rank = distributed.get_rank()
     torch.set_num_threads(1)
     small, deep = kind == "small-batch", kind in ("activations", "checkpointing")
@@ -80,13 +84,13 @@ def staged(kind: str, folder: str) -> None:
                 loss.backward()
             distributed.send(hidden.grad, 0)
 
-    schedule = profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+    schedule = profiler.schedule(wait=1, warmup=1, active=9 if small else 3, repeat=1)
 
     def write(profile: profiler.profile) -> None:
         profile.export_chrome_trace(f"{folder}/rank{rank}.json.gz")
 
     with profiler.profile(schedule=schedule, on_trace_ready=write, profile_memory=True, record_shapes=True) as profile:
-        for _ in range(5):
+        for _ in range(11 if small else 5):
             step()
             profile.step()
     distributed.barrier()
@@ -132,6 +136,36 @@ def test_training_records_and_the_command_reports(tmp_path, capsys):
     )
     page = (tmp_path / "report.html").read_text()
     assert "limner:forward" in page and "Open rank 0 in Perfetto" in page
+
+
+HAND_OVER = """(async () => {
+  const posted = [], pong = {data: "PONG", origin: "https://ui.perfetto.dev"};
+  window.open = () => ({postMessage: (message, origin) => posted.push([message, origin])});
+  document.querySelector("button[data-trace]").click();
+  while (!posted.length) await new Promise((done) => setTimeout(done, 20));
+  for (const origin of ["https://example.org", pong.origin])
+    window.dispatchEvent(new MessageEvent("message", {...pong, origin}));
+  const sent = posted.filter(([message]) => message.perfetto);
+  return [sent.length, sent[0][1], [...new Uint8Array(sent[0][0].perfetto.buffer)]];
+})()"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_served_page_hands_the_trace_to_perfetto_alone(tmp_path):
+    path = cuda().save(tmp_path)
+    traces = read_traces([path])
+    save_report(tmp_path / "report.html", analyze(traces), traces)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with open_page(f"http://127.0.0.1:{server.server_port}/report.html", tmp_path / "user") as tab:
+                count, origin, sent = tab.evaluate(HAND_OVER)
+        finally:
+            server.shutdown()
+    assert (count, origin) == (1, "https://ui.perfetto.dev")
+    assert gzip.decompress(bytes(sent)) == path.read_bytes()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 MIN_WAIT = 0.1  # share of the step
@@ -87,17 +88,18 @@ def _input(tables: Table) -> Iterator[tuple[str, str]]:
 
 
 def _small_work(tables: Table) -> Iterator[tuple[str, str]]:
+    """Compare medians over steps: a step that the system interrupts is long for another reason."""
     gpu = bool(tables["gpus"])
-    row, work = max(
-        zip(tables["ranks"], tables["operator_time"], strict=True), key=lambda pair: pair[0]["other"] / pair[0]["total"]
-    )
-    if (share := row["other"] / row["total"]) >= MIN_OTHER and 0 < work < SHORT_WORK[gpu]:
-        yield (
-            "small-batch",
-            f"Rank {row['rank']} neither computes, sends nor loads data in {share:.0%} of each step, and "
-            f"{'a kernel' if gpu else 'an operator'} takes {format_time(work)} on average, so launching them limits "
-            "the step: raise the batch size.",
-        )
+    for row, work in zip(tables["ranks"], tables["operator_time"], strict=True):
+        share = median(step["other"] / step["total"] for step in tables["steps"] if step["rank"] == row["rank"])
+        if share >= MIN_OTHER and 0 < work < SHORT_WORK[gpu]:
+            yield (
+                "small-batch",
+                f"Rank {row['rank']} neither computes, sends nor loads data in {share:.0%} of each step, and "
+                f"{'a kernel' if gpu else 'an operator'} takes {format_time(work)} on average, so launching them limits "
+                "the step: raise the batch size.",
+            )
+            return
 
 
 def _transfer(tables: Table) -> Iterator[tuple[str, str]]:
