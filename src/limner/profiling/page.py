@@ -20,7 +20,7 @@ from limner.profiling.recommendations import format_size, format_time
 from limner.profiling.timeline_view import KINDS
 from limner.profiling.trace import Trace
 
-MAX_ROWS = 30  # of operators and kernels in a table of the page; the JSON has all
+MAX_ROWS = 30  # of steps, operators and kernels in a table of the page; the JSON has all
 MAX_POINTS = 400  # of a memory curve
 MAX_EMBEDDED = 32 << 20  # bytes of compressed traces in the page, for Perfetto
 PART_TITLES = ("compute", "exposed communication", "input", "other")
@@ -38,9 +38,9 @@ def save_report(path: Path, report: Mapping[str, Any], traces: Sequence[Trace]) 
     ranks = report["ranks"]
     mean = sum(row["total"] for row in ranks) / len(ranks)
     devices = {str(device.get("name", "GPU")) for trace in traces for device in trace.devices} or {"CPU"}
-    steps = sorted({row["step"] for row in report["steps"]})
+    steps = [row["step"] for row in report["steps"]]
     lead = (
-        f"Ranks: {len(ranks)}, on {', '.join(sorted(devices))}. Steps: {', '.join(map(str, steps))}. Mean time of a "
+        f"Ranks: {len(ranks)}, on {', '.join(sorted(devices))}. Steps: {min(steps)} to {max(steps)}. Mean time of a "
         f"step: {format_time(mean)}."
     )
     advice = [
@@ -80,7 +80,9 @@ def _distributed(report: Mapping[str, Any]) -> Iterator[str]:
     for row in report["steps"]:
         by_step[row["step"]] |= {"step": row["step"], f"rank {row['rank']}": format_time(row["input"])}
     yield "<h2>Time waiting for data</h2>"
-    yield _table(by_step.values(), {name: name for name in ("step", *(f"rank {row['rank']}" for row in ranks))})
+    yield _table(
+        [*by_step.values()][:MAX_ROWS], {name: name for name in ("step", *(f"rank {row['rank']}" for row in ranks))}
+    )
     if report["collectives"]:
         columns = {"collective": "name", "rank": "rank", "calls": "calls", "bytes": "bytes", "time": "time"}
         yield "<h2>Collectives</h2>" + _table(report["collectives"], columns)
@@ -153,7 +155,9 @@ def _legend(colors: Mapping[str, str]) -> str:
 def _table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
     """Return a table with the value of a key of each row in each column; its `_FORMATS` escapes text."""
     head = "".join(f"<th>{escape(title)}</th>" for title in columns)
-    lines = ("".join(f"<td>{_FORMATS.get(key, _plain)(row[key])}</td>" for key in columns.values()) for row in rows)
+    lines = (
+        "".join(f"<td>{_FORMATS.get(key, _plain)(row.get(key, ''))}</td>" for key in columns.values()) for row in rows
+    )
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f"<div class='wide'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 

@@ -91,13 +91,14 @@ def _small_work(tables: Table) -> Iterator[tuple[str, str]]:
     """Compare medians over steps: a step that the system interrupts is long for another reason."""
     gpu = bool(tables["gpus"])
     for row, work in zip(tables["ranks"], tables["operator_time"], strict=True):
-        share = median(step["other"] / step["total"] for step in tables["steps"] if step["rank"] == row["rank"])
+        steps = (step for step in tables["steps"] if step["rank"] == row["rank"])
+        share = median(step["other"] / step["total"] for step in steps)
         if share >= MIN_OTHER and 0 < work < SHORT_WORK[gpu]:
             yield (
                 "small-batch",
                 f"Rank {row['rank']} neither computes, sends nor loads data in {share:.0%} of each step, and "
-                f"{'a kernel' if gpu else 'an operator'} takes {format_time(work)} on average, so launching them limits "
-                "the step: raise the batch size.",
+                f"{'a kernel' if gpu else 'an operator'} takes {format_time(work)} on average, so launching them "
+                "limits the step: raise the batch size.",
             )
             return
 

@@ -162,6 +162,26 @@ def test_a_trace_of_a_gpu_fills_every_view(tmp_path):
     assert timeline["sm_efficiency"][:6] == [0, 1, 1, 1, 0.5, 0.2]
 
 
+def test_kernels_of_nccl_that_run_after_their_step_are_matched(tmp_path):
+    traces = TraceFile(0), TraceFile(1)
+    for trace, late in zip(traces, (0, 15), strict=True):
+        for step in range(2):
+            trace.span(f"ProfilerStep#{step}", 100 * step, 100 * step + 100)
+            trace.kernel("k", 100 * step, 100 * step + 60 + late)
+            trace.kernel("ncclDevKernel_AllReduce", 100 * step + 90 + late, 100 * step + 115)
+    report = report_of(tmp_path, *traces)
+    assert [row["waiting"] / MS for row in report["steps"]] == [10, 10, 0, 0]  # 5 ms of 15 are hidden
+
+
+def test_a_step_that_one_rank_lacks_is_left_blank(tmp_path):
+    traces = straggler(0), straggler(1)
+    traces[1].events = [event for event in traces[1].events if event["ts"] < 100 * 1000]
+    for trace in traces:
+        trace.save(tmp_path)
+    read = read_traces([tmp_path])
+    assert "<td></td>" in save_report(tmp_path / "report.html", analyze(read), read).read_text()
+
+
 def test_the_gpus_limits_are_named(tmp_path):
     idle, few, slow = TraceFile(), TraceFile(), TraceFile()
     for trace in (idle, few, slow):
