@@ -138,6 +138,8 @@ def read_traces(paths: Sequence[Path], shown: bool = False) -> list[Trace]:
         if not in_folder:
             raise UserError(f"{path} lacks traces: name a folder with files such as rank0.json.gz")
         files += sorted(in_folder)
+    if not files:
+        raise UserError("no trace is named: name a folder such as RUN/prior/profile, or files")
     if len(files) > MAX_TRACES:
         raise UserError(f"{len(files)} traces are more than {MAX_TRACES}, the maximum: name fewer")
     traces: list[Trace] = []

@@ -58,6 +58,8 @@ def test_two_traces_of_one_rank_and_a_folder_without_traces(tmp_path):
         read_traces([path, path])
     with pytest.raises(UserError, match="lacks traces"):
         read_traces([_empty_folder(tmp_path)])
+    with pytest.raises(UserError, match="no trace is named"):
+        read_traces([])
     with pytest.raises(UserError, match="cannot be read"):
         read_traces([tmp_path / "absent.json"])
 
