@@ -60,6 +60,7 @@ COMMANDS = {
     "convert": Command("limner.cli.convert", "convert published weights to limner's format"),
     "evaluate": Command("limner.cli.evaluate", "measure a trained model", True, oom_hint="--candidates or --count"),
     "reproduce": Command("limner.cli.reproduce", "repeat experiments of the papers on this machine", True, True),
+    "profile": Command("limner.cli.profile", "report where the time and memory of training go", oom_hint="the steps"),
     "inspect": Command(
         "limner.cli.inspect", "inspect a run: kernels, loss spikes, gradient underflow, autograd graph", True
     ),

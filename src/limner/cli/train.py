@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -18,10 +19,14 @@ from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import ReducerFactory
 from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError, escape_control
+from limner.profiling.recording import FOLDER, ProfileRecorder, parse_steps
 from limner.recipes.recipe import PretrainedDVAE, Recipe, ResolvedRecipe, Stage
 from limner.runs import time_estimate
+from limner.runs.stages import StageHooks
 from limner.runs.train import train_all
 from limner.training.determinism import deterministic
+from limner.training.hooks import Hook
+from limner.training.nonfinite import NonfiniteReport
 from limner.validation import Range, Validated
 
 
@@ -55,13 +60,18 @@ class Train(Validated):
     """Train reproducibly: the same command gives the same weights. Slower on GPUs; stages are trained one by one."""
     debug_nonfinite: bool = False
     """Stop at the first update whose loss or gradient is not finite, and name the operation and module that cause it.
-    Such updates are skipped otherwise."""
+    Such updates are skipped otherwise. Stages are trained one by one."""
     grad_compression: Literal[tuple(process_group.REDUCERS)] = "recipe"  # pyright: ignore[reportInvalidTypeForm]
     """Format of gradients sent between replicas: the recipe's (--prior.grad-compression-rank), fp32 (none), bf16, or
     PowerSGD factors of the paper or of torch."""
     grad_compression_rank: Annotated[int | None, Range(1, 2**16), arg(name="grad-compression.rank")] = None
     """Rank of the PowerSGD factors over all shards of a matrix; by default an eighth of its smaller side, for torch's
     32."""
+    profile: Annotated[str | None, arg(metavar="FIRST:LAST")] = None
+    """Record the updates between two steps of each stage, such as 10:13, in RUN/STAGE/profile for `limner profile`.
+    Stages are trained one by one."""
+    profile_stacks: bool = False
+    """Also record Python calls, so that the report names source lines. Slower."""
     settings: Annotated[Recipe, arg(name="")]
 
 
@@ -83,16 +93,30 @@ def main(argv: Sequence[str]) -> None:
     def announce(resolved: ResolvedRecipe, stages: Sequence[str]) -> None:
         time_estimate.print_estimate(resolved, options.out, stages, recipes.fallback_recipe(options.recipe))
 
+    stage_hooks = _stage_hooks(options)
     joined = process_group.join_process_group(options.parallel, options.dp_replicate, _reducer(options))
     with deterministic(options.deterministic), joined as parallel:
-        bundle = train_all(
-            settings, options.data, options.out, options.stages or None, announce, parallel, options.debug_nonfinite
-        )
+        if options.debug_nonfinite and parallel:
+            raise UserError("--debug-nonfinite repeats a step in one process: run the command without torchrun")
+        bundle = train_all(settings, options.data, options.out, options.stages or None, announce, parallel, stage_hooks)
     if process_group.rank():
         return
     print(f"run: {escape_control(options.out)}")
     if bundle is not None:
         print(f'draw with its bundle: limner draw "..." --model {escape_control(options.out)}')
+
+
+def _stage_hooks(options: Train) -> StageHooks | None:
+    """Return what makes the hooks that the options ask for; None without any, so that stages may train in parallel."""
+    makers = list[Callable[[Path], Hook]]()
+    if options.debug_nonfinite:
+        makers.append(lambda folder: NonfiniteReport())
+    if options.profile is not None:
+        first, last = parse_steps(options.profile)
+        makers.append(lambda folder: ProfileRecorder(folder / FOLDER, first, last, options.profile_stacks))
+    elif options.profile_stacks:
+        raise UserError("--profile-stacks needs --profile, such as --profile 10:13")
+    return (lambda folder: [make(folder) for make in makers]) if makers else None
 
 
 def _reducer(options: Train) -> ReducerFactory | None:

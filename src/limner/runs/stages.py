@@ -5,7 +5,7 @@ Each stage is one call of the training loop. Each has its own folder and resumes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,10 @@ from limner.training.checkpoint import completed, fill_model, load_weights, mode
 from limner.training.hooks import Hook
 from limner.training.kernel_report import KernelReport
 from limner.training.loop import train
-from limner.training.nonfinite import NonfiniteReport
 from limner.training.rms_monitor import RMSMonitor
 from limner.training.train_state import Evaluate, TrainState
+
+StageHooks = Callable[[Path], Sequence[Hook]]
 
 _EVALUATION_BATCH = {"prior": 64, "contrastive": 128}
 
@@ -50,12 +51,12 @@ class StageTrainer:
     Args:
         stages: the stages to train. `model` loads the others from the run, or from the bundle that the recipe starts
             from.
-        debug_nonfinite: stop at the first update that is skipped, and name the operation (`NonfiniteReport`).
+        stage_hooks: returns more hooks for a stage, from its folder.
     """
 
-    def __init__(self, run_data: RunData, stages: Sequence[Stage], debug_nonfinite: bool = False) -> None:
-        self.debug_nonfinite = debug_nonfinite
+    def __init__(self, run_data: RunData, stages: Sequence[Stage], stage_hooks: StageHooks | None = None) -> None:
         self.run_data, self.stages, self.out = run_data, stages, run_data.out
+        self.stage_hooks = stage_hooks
         self.tokenizer = run_data.tokenizer() if {"prior", "contrastive"} & set(stages) else None
         self.resolved = run_data.resolve(stages)
         self.models: dict[str, Any] = {}
@@ -102,8 +103,6 @@ class StageTrainer:
             if (codes := self.models["dvae"].fixed_codes()) is not None:
                 init_from_codebook(model, codes)
         evaluate, data = self._evaluation(name), self.dataset(name, run_data.train)
-        if self.debug_nonfinite:
-            hooks.append(NonfiniteReport())
         if training.precision.converts:
             hooks.append(KernelReport(self.out / name))
         if start := self.resolved.recipe.start:
@@ -114,6 +113,7 @@ class StageTrainer:
         with progress(f"training the {STAGE_TITLES[name]}", training.steps, shown=parallel.is_main) as bar:
             run = TrainState(model, stage.objective, training, self.device, parallel)
             hooks.append(RMSMonitor(self.out / name))
+            hooks += self.stage_hooks(self.out / name) if self.stage_hooks else []
             trained = train(run, stream, self.out / name, evaluate=evaluate, record=record, hooks=hooks, bar=bar)
         stream.close()
         if name != "dvae" and not parallel.is_main:

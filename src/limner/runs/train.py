@@ -24,7 +24,7 @@ from limner.pipeline import TextToImage
 from limner.recipes.recipe import STAGE_TITLES, Recipe, ResolvedRecipe, Stage
 from limner.runs.parallel_stage import contrastive_in_parallel, trains_in_parallel
 from limner.runs.run_data import RunData
-from limner.runs.stages import StageTrainer
+from limner.runs.stages import StageHooks, StageTrainer
 from limner.training.checkpoint import completed, skipped_updates, step_of
 from limner.training.config import check_resumable
 from limner.training.parallel import Parallel, SingleProcess
@@ -40,18 +40,16 @@ def train_all(
     stages: Sequence[Stage] | None = None,
     on_start: Callable[[ResolvedRecipe, Sequence[Stage]], object] | None = None,
     parallel: Parallel | None = None,
-    debug_nonfinite: bool = False,
+    stage_hooks: StageHooks | None = None,
 ) -> TextToImage | None:
     """Train the stages (default: all) and write `out/bundle`.
 
     Returns the bundle on the first process once all three models exist, else None. `on_start` is called with the
     resolved recipe and the stages after the checks. Raises `UserError` if the stages cannot be trained, or after
     writing if most updates of a stage were skipped. On a CPU with several threads the prior and the contrastive model
-    train in parallel, except with `debug_nonfinite` (`StageTrainer`), which needs a single process. With several
-    processes (`parallel`) all train every stage together, and the first writes the files.
+    train in parallel, unless `stage_hooks` returns more hooks for the folder of a stage. With several processes
+    (`parallel`) all train every stage together, and the first writes the files.
     """
-    if debug_nonfinite and parallel and parallel.world_size > 1:
-        raise UserError("--debug-nonfinite repeats a step in one process: run the command without torchrun")
     parallel, selected, out = parallel or SingleProcess(), stages or get_args(Stage), Path(out)
     run_data = RunData.open(recipe, data, out, parallel)
     with exclusive_lock(out) if parallel.is_main else nullcontext(-1) as lock, _check_skipped(out, selected, parallel):
@@ -62,12 +60,12 @@ def train_all(
             attribution = run_data.save_attribution()
             if on_start and parallel.is_main:
                 on_start(resolved, selected)
-        trainer = StageTrainer(run_data, selected, debug_nonfinite)
+        trainer = StageTrainer(run_data, selected, stage_hooks)
         dvae = trainer.model("dvae")
         if trainer.tokenizer is None:
             return None
         parallel_allowed = parallel.world_size == 1 and not torch.are_deterministic_algorithms_enabled()
-        in_parallel = parallel_allowed and not debug_nonfinite and trains_in_parallel(selected, trainer.device)
+        in_parallel = parallel_allowed and stage_hooks is None and trains_in_parallel(selected, trainer.device)
         with contrastive_in_parallel(recipe, data, out, lock) if in_parallel else nullcontext() as hook:
             prior = trainer.model("prior", [hook] if hook else [])
         contrastive = trainer.load("contrastive") if in_parallel else trainer.model("contrastive")

@@ -34,6 +34,7 @@ from limner.training.config import description
 from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
+from limner.training.spans import span
 from limner.training.state import Batches, restore, save
 from limner.training.step import update
 from limner.training.train_state import SKIPPED, Diverged, Evaluate, TrainState
@@ -151,7 +152,9 @@ class _Loop:
         """Run the remaining steps. After a step log, evaluate and save if that is due."""
         run, config = self.run, self.run.config
         while run.step < config.steps:
-            metrics = update(run, next(self.stream), self.hooks)
+            with span("input"):
+                batch = next(self.stream)
+            metrics = update(run, batch, self.hooks)
             self.bar.advance(1)
             last = run.step == config.steps
             evaluates = last or bool(config.eval_every and run.step % config.eval_every == 0)

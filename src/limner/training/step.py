@@ -15,6 +15,7 @@ from limner.numerics.precision import upcast
 from limner.optim.grad_access import clip_grads_with_norm
 from limner.optim.schedules import cooldown, warmup
 from limner.training.hooks import Hook
+from limner.training.spans import span
 from limner.training.train_module import Batch
 from limner.training.train_state import TrainState
 
@@ -33,7 +34,8 @@ def update(run: TrainState, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[st
     run.lr = config.optimizer.lr * factor
     rows = len(next(iter(batch.values())))
     metrics = _gradients(run, batch, rows)
-    parallel.reduce(run.parameters)
+    with span("reduction"):
+        parallel.reduce(run.parameters)
     for hook in hooks:
         hook.after_backward(run)
     norm = parallel.reduction.grad_norm(run.parameters)
@@ -41,17 +43,18 @@ def update(run: TrainState, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[st
     run.loss, run.norm = torch.stack([parallel.mean(metrics["loss"]), norm]).tolist()
     finite = math.isfinite(run.loss) and math.isfinite(run.norm)
     if finite:
-        for part in parallel.reduction.parts(run.parameters):
-            if config.clip_norm is not None:
-                clip_grads_with_norm(part, config.clip_norm, norm)
-            for hook in hooks:
-                hook.before_update(run)
-            _apply_gradients(run, factor)
-        if constrain := getattr(run.model, "constrain", None):
-            constrain()
+        with span("update"):
+            for part in parallel.reduction.parts(run.parameters):
+                if config.clip_norm is not None:
+                    clip_grads_with_norm(part, config.clip_norm, norm)
+                for hook in hooks:
+                    hook.before_update(run)
+                _apply_gradients(run, factor)
+            if constrain := getattr(run.model, "constrain", None):
+                constrain()
+            if run.ema:
+                run.ema.update(run.model, run.step + 1)
         run.schedule.observe(run.loss)
-        if run.ema:
-            run.ema.update(run.model, run.step + 1)
         run.initial_loss = run.loss if run.initial_loss is None else run.initial_loss
     else:
         parallel.reduction.restore_error_feedback(run.parameters)
@@ -79,9 +82,10 @@ def _gradients(run: TrainState, batch: Batch, rows: int) -> dict[str, Tensor]:
         microbatch = {name: _to(tensor[start:end], run.device) for name, tensor in batch.items()}
         weight = (end - start) / rows
         with parallel.microbatch(last=end == rows):
-            with config.precision.autocast(run.device):
+            with span("forward"), config.precision.autocast(run.device):
                 loss, values = run.wrapped(microbatch, run.step, run.generator)
-            (loss * weight).backward()
+            with span("backward"):
+                (loss * weight).backward()
         for name, value in {"loss": loss, **values}.items():
             metrics[name] = metrics.get(name, 0.0) + upcast(value.detach()) * weight
     return metrics

@@ -111,4 +111,6 @@ def test_a_run_stops_with_the_cause(tmp_path):
     with pytest.raises(
         UserError, match=r"^step [2-9]: the result of aten::[\w.]+ in .* is not finite; there is no check"
     ):
-        train_all(recipe, tmp_path / "scenes", tmp_path / "run", ("dvae",), debug_nonfinite=True)
+        train_all(
+            recipe, tmp_path / "scenes", tmp_path / "run", ("dvae",), stage_hooks=lambda folder: [NonfiniteReport()]
+        )

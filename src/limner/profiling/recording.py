@@ -1,0 +1,88 @@
+"""Recording of training steps with torch.profiler as a hook.
+
+    RUN/STAGE/profile/rank0.json.gz    operators, shapes, allocations, and the spans of `training/spans.py`, per rank
+
+The profiler warms up in the step before the first one. A step of the trace lasts from the end of an update to the end
+of the next: it has the log, the checkpoint and the input between them.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import warnings
+from pathlib import Path
+
+from torch import profiler
+
+from limner.atomic_io import atomic_write_bytes
+from limner.errors import UserError
+from limner.training.hooks import Hook
+from limner.training.train_state import TrainState
+from limner.validation import abbreviate
+
+FOLDER = "profile"  # in the folder of a stage
+MAX_STEPS = 100  # of a trace, which the profiler keeps in memory
+
+
+class ProfileRecorder(Hook):
+    """Records the updates between two steps to the folder `out`.
+
+    Args:
+        first, last: numbers of updates done before and after; `first` is at least 1.
+        stacks: record Python calls, which the report needs to name source lines. Slower.
+    """
+
+    def __init__(self, out: Path, first: int, last: int, stacks: bool = False) -> None:
+        self.out, self.first, self.last, self.stacks = out, first, last, stacks
+        self._profile: profiler.profile | None = None
+        self._rank, self._written = 0, False
+
+    def before_step(self, run: TrainState) -> None:
+        if run.step == self.first - 1:
+            self._rank = run.parallel.rank
+            self._profile = profiler.profile(
+                schedule=profiler.schedule(wait=0, warmup=1, active=self.last - self.first, repeat=1),
+                on_trace_ready=self._write,
+                record_shapes=True,
+                profile_memory=True,
+                with_stack=self.stacks,
+            )
+            self._profile.preset_metadata_json("limner", f'{{"first_step": {self.first}}}')
+            self._profile.start()
+
+    def after_update(self, run: TrainState) -> None:
+        if run.step == min(self.last, run.config.steps):
+            self._stop()
+        elif self._profile:
+            self._profile.step()
+
+    def close(self) -> None:
+        """Write the steps recorded so far, or warn that none was recorded."""
+        self._stop()
+        if not self._written:
+            warnings.warn(f"{self.out}: no step from {self.first} to {self.last} was trained to profile", stacklevel=2)
+
+    def _stop(self) -> None:
+        if self._profile:
+            self._profile.stop()
+            self._profile = None
+
+    def _write(self, profile: profiler.profile) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json.gz"
+            profile.export_chrome_trace(str(file))
+            atomic_write_bytes(self.out / f"rank{self._rank}.json.gz", file.read_bytes())
+        self._written = True
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """Return the numbers of "10:13". Raises `UserError`."""
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+    first, last = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= first < last <= first + MAX_STEPS:
+        raise UserError(
+            f"--profile cannot be {abbreviate(text)}: give two steps such as 10:13, the first at least 1, the second "
+            f"1 to {MAX_STEPS} more"
+        )
+    return first, last
