@@ -2,7 +2,7 @@
 
     COCO   annotations/captions_val2014.json and val2014/*.jpg, for each split there (Chen et al. 2015)
     CUB    images.txt, train_test_split.txt, images/*/*.jpg (Wah et al. 2011), and the captions of Reed et al. (2016),
-           one a line, in text_c10/*/*.txt or text/*/*.txt; testclasses.txt, if present, names the held-out classes
+           one per line, in text_c10/*/*.txt or text/*/*.txt; testclasses.txt, if present, names the held-out classes
 
 A picture has all of its captions. Validation and test pictures are the split "held-out".
 """
@@ -24,7 +24,7 @@ _CUB_CAPTIONS = ("text_c10", "text")
 
 class _Picture(NamedTuple):
     path: Path
-    captions: tuple[str, ...] | Path  # texts, or the file that has one a line
+    captions: tuple[str, ...] | Path  # texts, or the file that has one per line
     meta: dict[str, Any]
 
 
