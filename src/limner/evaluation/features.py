@@ -143,7 +143,6 @@ def open_extractor(name: str, pipe: TextToImage) -> FeatureExtractor:
     return EXTRACTORS[kind](argument, pipe)
 
 
-@torch.inference_mode()
 def extract(
     extractor: FeatureExtractor, pictures: Iterable[UInt8[Tensor, "B 3 H W"]], radii: Sequence[float] = (0,)
 ) -> list[Features]:
@@ -152,7 +151,8 @@ def extract(
     for batch in pictures:
         for pixels in batch.split(_BATCH_SIZE):
             for features, radius in zip(parts, radii, strict=True):
-                features.append(extractor.features(blur(pixels, radius)))
+                with torch.inference_mode():  # not while `pictures` draws
+                    features.append(extractor.features(blur(pixels, radius)))
     return [_concatenate(features) for features in parts]
 
 

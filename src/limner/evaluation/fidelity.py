@@ -98,6 +98,8 @@ def fidelity_task(source: Source, settings: FidelitySettings) -> FidelityTask:
             captions[i] = chosen.captions(i)
         except Rejected:
             continue
+        if settings.reference == "rest" and len(captions) == 2 * settings.captions:
+            break
     indices = np.array(list(captions), int)
     if len(indices) < 2:
         raise UserError("fidelity needs two or more readable samples: inspect the data with `limner data show`")
