@@ -36,8 +36,8 @@ from limner.models.inception import Inception
 from limner.pipeline import TextToImage
 
 __all__ = [
-    "EXTRACTORS", "ContrastiveExtractor", "FeatureExtractor", "ImageNetwork", "NetworkExtractor", "blur", "extract",
-    "open_extractor",
+    "EXTRACTORS", "ContrastiveExtractor", "FeatureExtractor", "ImageNetwork", "NetworkExtractor", "blur", "concatenate",
+    "extract", "open_extractor",
 ]  # fmt: skip
 
 LITE0_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
@@ -153,10 +153,11 @@ def extract(
             for features, radius in zip(parts, radii, strict=True):
                 with torch.inference_mode():  # not while `pictures` draws
                     features.append(extractor.features(blur(pixels, radius)))
-    return [_concatenate(features) for features in parts]
+    return [concatenate(features) for features in parts]
 
 
-def _concatenate(parts: Sequence[Features]) -> Features:
+def concatenate(parts: Sequence[Features]) -> Features:
+    """Return the features of all pictures, on the CPU. Raises `UserError` without parts."""
     if not parts:
         raise UserError("a set of pictures is empty: give pictures on both sides")
     logits = [part.logits.cpu() for part in parts if part.logits is not None]

@@ -32,7 +32,7 @@ from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import HELD_OUT, Rejected, Source, group_by_split
 from limner.errors import UserError
 from limner.evaluation.confidence import TEST_SEEDS_FROM, Estimate, wilson
-from limner.evaluation.features import FeatureExtractor, extract
+from limner.evaluation.features import FeatureExtractor, concatenate, extract
 from limner.evaluation.generate_batches import generate_batches
 from limner.evaluation.result import EvalResult
 from limner.metrics.features import Features
@@ -81,7 +81,7 @@ class FidelityTask(NamedTuple):
     captions: list[str]
     own: np.ndarray  # pictures that the floor compares with those of `rest`
     rest: np.ndarray
-    reference: np.ndarray  # pictures that drawings are compared with
+    reference: np.ndarray  # pictures that drawings are compared with: `rest`, or both
 
 
 def fidelity_task(source: Source, settings: FidelitySettings) -> FidelityTask:
@@ -127,9 +127,8 @@ def evaluate(
     `check_picture` adds the share of drawings that show what their caption says. `progress` advances by candidates.
     """
     own, rest = (_real_features(pipe, task.source, part, extractor, settings) for part in (task.own, task.rest))
-    reference = rest
-    if settings.reference == "all":
-        reference = _real_features(pipe, task.source, task.reference, extractor, settings)
+    everything = settings.reference == "all"
+    reference = [concatenate(halves) for halves in zip(own, rest, strict=True)] if everything else rest
     floors = [compare(a, b, extractor.name) for a, b in zip(own, rest, strict=True)]
     winners = _draw(pipe, extractor, task.captions, settings, check_picture, progress)
     weights = _bootstrap_weights(len(task.captions), settings)

@@ -125,6 +125,19 @@ def test_papers_compare_with_all_pictures_and_draw_any_caption(data):
     assert fidelity_task(open_source(data), FidelitySettings(reference="all")).captions != task.captions
 
 
+def test_the_papers_reference_is_both_halves(pipe, data):
+    settings = FidelitySettings(captions=12, best_of=(1,), reference="all", replicates=20)
+    task = fidelity_task(open_source(data), settings)
+    with pytest.warns(UserWarning, match="12 pictures are few"):
+        (result,) = evaluate(pipe, Corners(), task, settings)
+    seeds = [drawing_seed(settings.seed, i) for i in range(12)]
+    drawn = extract(Corners(), [pipe.candidates(task.captions, 1, seed=seeds).pictures[:, 0]])[0]
+    real = extract(Corners(), [pixels_of(task.source, task.reference)])[0]
+    expected = compare(drawn, real, "corners")["fid[corners]"].item()
+    assert result.rows["fid[corners]"]["drawings"].value == pytest.approx(expected, rel=1e-3)
+    assert result.settings["real"] == COUNT
+
+
 def test_one_readable_sample_is_too_few(tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "a.txt").write_text("a")
