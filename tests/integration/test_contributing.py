@@ -20,6 +20,8 @@ from limner.attention.sparse import SparseAttention
 from limner.config import from_dict
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.open_source import READERS
+from limner.evaluation.features import EXTRACTORS, extract, open_extractor
+from limner.metrics.fidelity import METRICS, compare
 from limner.models.contrastive import CLIPConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
@@ -28,11 +30,12 @@ from limner.recipes import recipe
 from limner.training.config import TrainConfig
 from limner.training.step import update
 from limner.training.train_state import TrainState
+from tiny import tiny_pipe
 
 SOURCE = Path(limner.__path__[0]).parent
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-PATTERN, READER, OBJECTIVE, LOOP, CHOICE, TOKENIZER, PRIOR, PRECISION, REDUCER, PARALLEL, COMMAND, LINE = re.findall(
-    r"^```python\n(.*?)^```", TEXT, re.M | re.S
+PATTERN, READER, OBJECTIVE, LOOP, CHOICE, TOKENIZER, PRIOR, PRECISION, REDUCER, PARALLEL, METRIC, COMMAND, LINE = (
+    re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
 )
 
 
@@ -172,6 +175,16 @@ def test_a_way_to_reduce_gradients(example: str, strategy: str, tmp_path: Path) 
     output = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     assert output[0] == output[1] != ""  # each has seen its half of every batch only
+
+
+def test_a_metric_and_an_extractor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METRICS, "mean", None)
+    monkeypatch.setitem(EXTRACTORS, "color", None)
+    exec(METRIC, {"__name__": "example"})
+    color = open_extractor("color", tiny_pipe())
+    dark, light = (extract(color, [torch.full((10, 3, 8, 8), value, dtype=torch.uint8)])[0] for value in (10, 30))
+    found = compare(dark, light, color.name, torch.tensor([[1.0] * 10, [10.0] + [0.0] * 9]))
+    assert found["mean[color]"].tolist() == pytest.approx([20 * 3**0.5] * 2)
 
 
 def test_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

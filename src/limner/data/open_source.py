@@ -7,6 +7,7 @@
                              (relative to the file) or bytes (raw, base64, or a {"bytes", "path"} struct)
     shards                   00000.tar ... of img2dataset or WebDataset (see `shard_writer.py`)
     Hugging Face data sets   as cloned (tables in folders) or written by `save_to_disk`
+    COCO captions, CUB       in the layouts of their authors (see `caption_benchmarks.py`)
 
 The readers do not trust the data (`sanitize.py`, `image_decode.py`): a table may not name files outside its folder.
 
@@ -27,6 +28,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from limner.data.caption_benchmarks import open_benchmark
 from limner.data.sample import MAX_TEXT, Rejected, Sample, Source, fingerprint, parse_captions, select_split
 from limner.data.sanitize import MAX_META, normalize_split, read_file, sanitize_metadata, split_from_names
 from limner.data.shard_reader import IMAGE_SUFFIXES, ShardReader
@@ -183,6 +185,8 @@ def _open_folder(spec: SourceSpec) -> Source:
         return ShardReader([folder / "00000.tar"])
     if saved := _saved_files(folder):
         return _tables(replace(spec, files=list(saved)), list(saved.values()))
+    if benchmark := open_benchmark(folder):
+        return benchmark
     files: list[Path] = []
     for base, folders, names in os.walk(folder, onerror=_warn_unlisted):
         folders[:] = _visible(folders)

@@ -1,1 +1,1 @@
-"""Metrics as pure functions: codebook usage, PSNR of pictures, spikes of training curves."""
+"""Metrics as pure functions: codebook usage, distances of features, spikes of training curves."""

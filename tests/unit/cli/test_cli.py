@@ -300,6 +300,7 @@ def test_evaluations_of_data_without_a_readable_picture_raise_a_sentence(capsys,
         ("emoji", [str(data)], "lacks readable pictures"),
         ("zero-shot", ["--data", str(data)], "split 'held-out' of the data is empty"),
         ("icons", [str(data)], "no sample has a subject and a style"),
+        ("fidelity", [str(data), "--extractor", "clip"], "fidelity needs two or more readable samples"),
     ):
         assert main(["evaluate", what, bundle, *options]) == 2, what
         (line,) = capsys.readouterr().err.splitlines()
@@ -376,7 +377,7 @@ def test_outputs_are_named_after_the_caption(tmp_path, monkeypatch):
 OUTPUTS = {
     "file": (
         "evaluate composition -o", "evaluate composition --mosaic", "evaluate pairs -o", "evaluate reconstruction -o",
-        "evaluate zero-shot -o",
+        "evaluate zero-shot -o", "evaluate fidelity run data -o", "evaluate fidelity run data --page",
         "evaluate emoji run data -o", "evaluate emoji run data --mosaic", "evaluate icons run data -o",
         "evaluate grid run data -o", "inspect spikes run -o", "bench -o",
         "data show source -o", "draw a -o", "draw a -n 2 -o",

@@ -31,6 +31,7 @@ COMMANDS = {
     "demo": demo.Demo,
     "evaluate composition": evaluate.options.ScoreComposition,
     "evaluate pairs": evaluate.options.ScorePairs,
+    "evaluate fidelity RUN DATA": evaluate.options.ScoreFidelity,
     "evaluate reconstruction": evaluate.options.ScoreReconstruction,
     "evaluate zero-shot": evaluate.options.ScoreZeroShot,
     "evaluate emoji RUN DATA": evaluate.options.ScoreEmoji,

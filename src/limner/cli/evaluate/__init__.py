@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from limner.cli import run_subcommand
 from limner.cli.arguments import check_writable
+from limner.cli.evaluate.fidelity import fidelity
 from limner.cli.evaluate.from_files import compare, votes
 from limner.cli.evaluate.options import (
     DrawGrid,
@@ -18,11 +19,11 @@ from limner.cli.evaluate.options import (
     ScoreEmoji,
     ScoreGlyphs,
     ScoreIcons,
-    ScoreOptions,
     ScorePairs,
     ScoreReconstruction,
     ScoreZeroShot,
 )  # fmt: skip
+from limner.cli.evaluate.output import write_file, write_results
 from limner.errors import UserError, escape_control
 from limner.progress import Advance, clock, progress
 
@@ -39,7 +40,7 @@ _MIN_ACCURACY = 0.9  # of the classifier of icons on its training pictures; belo
 
 def main(argv: Sequence[str]) -> None:
     """Run a subcommand of `limner evaluate`."""
-    commands = (composition, pairs, reconstruction, zero_shot, emoji, icons, glyphs, grid, votes, compare)
+    commands = (composition, pairs, fidelity, reconstruction, zero_shot, emoji, icons, glyphs, grid, votes, compare)
     run_subcommand("limner evaluate", commands, argv)
 
 
@@ -66,8 +67,8 @@ def composition(options: ScoreComposition) -> None:
     elapsed = clock(time.monotonic() - start_time)
     print(f"{escape_control(pipe.name)}, {options.split} combinations, {elapsed}\n{tables(results)}")
     if options.mosaic:
-        _write(options.mosaic, partial(save_png, render_samples(samples)))
-    _save(options, results, model=pipe.name)
+        write_file(options.mosaic, partial(save_png, render_samples(samples)))
+    write_results(options, results, model=pipe.name)
 
 
 def pairs(options: ScorePairs) -> None:
@@ -81,7 +82,7 @@ def pairs(options: ScorePairs) -> None:
     with progress("drawing and checking", len(samples) * options.candidates, unit="drawing") as bar:
         results = score(pipe, pair_cases(pipe, samples), settings, progress=bar.advance)
     print(f"{escape_control(pipe.name)}, {options.split} combinations\n{tables(results)}")
-    _save(options, results, model=pipe.name)
+    write_results(options, results, model=pipe.name)
 
 
 def reconstruction(options: ScoreReconstruction) -> None:
@@ -112,7 +113,7 @@ def reconstruction(options: ScoreReconstruction) -> None:
         if singles:
             results.append(confusions(pipe.dvae, singles, bar.advance))
     print(f"{escape_control(pipe.name)}\n{tables(results)}")
-    _save(options, results, model=pipe.name)
+    write_results(options, results, model=pipe.name)
 
 
 def zero_shot(options: ScoreZeroShot) -> None:
@@ -132,7 +133,7 @@ def zero_shot(options: ScoreZeroShot) -> None:
     with progress("classifying prompts and pictures", total, unit="text or picture") as bar:
         result = evaluate(model, tokenizer, task, bar.advance)
     print(f"{escape_control(name)}, {options.split}\n{result.table()}")
-    _save(options, [result], model=name)
+    write_results(options, [result], model=name)
 
 
 def emoji(options: ScoreEmoji) -> None:
@@ -152,10 +153,10 @@ def emoji(options: ScoreEmoji) -> None:
             results.append(result)
             if options.mosaic:
                 sheet = contact_sheet(result.sheet[:_MOSAIC_DRAWINGS], columns=_MOSAIC_CAPTIONS // 2)
-                _write(mosaics[split], partial(save_png, sheet))
+                write_file(mosaics[split], partial(save_png, sheet))
     if not results:
         raise UserError(f"{options.data} lacks readable pictures: inspect it with `limner data show`")
-    _save(options, results, model=pipe.name)
+    write_results(options, results, model=pipe.name)
 
 
 def icons(options: ScoreIcons) -> None:
@@ -177,7 +178,7 @@ def icons(options: ScoreIcons) -> None:
     for name in sorted(set(data.pairs.splits)):
         evaluate = partial(evaluation.evaluate_pairs, pipe, data, classifier, name)
         results += _draw_split(options, name, data.pairs.splits, evaluate)
-    _save(options, results, model=pipe.name, classifier=accuracy)
+    write_results(options, results, model=pipe.name, classifier=accuracy)
 
 
 def glyphs(options: ScoreGlyphs) -> None:
@@ -192,7 +193,7 @@ def glyphs(options: ScoreGlyphs) -> None:
     for split in SPLITS:
         evaluate = partial(evaluation.evaluate, pipe, data, classifier, split)
         results += _draw_split(options, split, data.references.splits, evaluate)
-    _save(options, results, model=pipe.name, classifier={"style": accuracy})
+    write_results(options, results, model=pipe.name, classifier={"style": accuracy})
 
 
 def _open_icons(
@@ -249,7 +250,7 @@ def grid(options: DrawGrid) -> None:
     cells = grid_cells(data, options.subjects)
     with progress("drawing", len(cells) * options.candidates, unit="drawing") as bar:
         drawings = draw_cells(pipe, data, cells, options.candidates, options.seed, bar.advance)
-    _write(options.output, partial(save_png, render_grid(data, cells, drawings, options.real)))
+    write_file(options.output, partial(save_png, render_grid(data, cells, drawings, options.real)))
 
 
 def _load_scene_model(name: str) -> TextToImage:
@@ -266,17 +267,3 @@ def _require_scenes(size: int, advice: str) -> None:
 
     if size % UNITS:
         raise UserError(f"the size of scenes is a multiple of {UNITS} pixels, this model draws {size} pixels: {advice}")
-
-
-def _save(options: ScoreOptions, results: Sequence[EvalResult], **more: Any) -> None:
-    """Write the results and `more` values to the file that the options name, if they name one."""
-    from limner.evaluation.result import save_results
-
-    _write(options.output, lambda path: save_results(path, results, **more))
-
-
-def _write(path: Path | None, save: Callable[[Path], object]) -> None:
-    """Call `save` with the path and print the path; do nothing without a path."""
-    if path:
-        save(path)
-        print(f"written: {escape_control(path)}")

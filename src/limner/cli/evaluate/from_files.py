@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tyro.conf import Positional
 
 from limner.cli.arguments import OutputFile
-from limner.errors import escape_control
+from limner.cli.evaluate.output import write_file
 from limner.validation import Validated
 
 if TYPE_CHECKING:
@@ -64,6 +64,4 @@ def _print(results: list[EvalResult], output: Path | None) -> None:
     from limner.evaluation.result import save_results, tables
 
     print(tables(results))
-    if output:
-        save_results(output, results)
-        print(f"written: {escape_control(output)}")
+    write_file(output, lambda path: save_results(path, results))

@@ -106,6 +106,35 @@ class ScoreZeroShot(ScoreOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoreFidelity(ScoreOptions):
+    """Draw captions of a data set and compare features of the drawings with those of real pictures: KID, FID, Inception
+    Score, precision, recall, density and coverage.
+
+    Held-out captions are drawn if the data set has a split. The floor compares real pictures with real pictures.
+    Intervals are 95%, by a bootstrap over captions.
+    """
+
+    data: Positional[str]
+    """A data set: pictures with captions, tables, shards, COCO or CUB."""
+    captions: Count = 1_000
+    """Maximum number of captions."""
+    extractor: str = "lite0"
+    """Network whose features are compared: "lite0" (EfficientNet-Lite0), "clip" (the contrastive model of MODEL),
+    "inception:FILE" or "inception-bilinear:FILE" (weights of FID's Inception, resized as clean-fid or as pytorch-fid
+    does)."""
+    best_of: Annotated[tuple[int, ...], CANDIDATES, arg(metavar="N ...")] = (16,)
+    """Candidates per caption, of which the one with the best score counts. Several numbers share the drawings of the
+    largest."""
+    blur: Annotated[tuple[float, ...], Range(0, 64), arg(metavar="RADIUS ...")] = (0.0,)
+    """Radii of a Gaussian filter on drawings and real pictures, in pixels of the model."""
+    reference: Literal["rest", "all"] = "rest"
+    """Compare with as many pictures of other captions, or with all pictures as papers do."""
+    page: Annotated[Path | None, Writable("file")] = None
+    """Write an HTML page with tables, and curves over several numbers or radii."""
+    sampler: Annotated[Sampler, arg(name="")] = Sampler()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoreEmoji(ScoreOptions):
     """Draw captions of an emoji data set and find the nearest real emoji in the whole set.
 

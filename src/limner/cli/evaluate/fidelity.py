@@ -1,0 +1,37 @@
+"""`limner evaluate fidelity`: KID, FID and other distances of drawings from real pictures."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from limner.cli.evaluate.options import ScoreFidelity
+from limner.cli.evaluate.output import write_file, write_results
+from limner.errors import UserError, escape_control
+from limner.progress import progress
+
+
+def fidelity(options: ScoreFidelity) -> None:
+    """how close are drawings to real pictures (KID, FID and others)?"""
+    from limner.data.open_source import open_source
+    from limner.evaluation.features import open_extractor
+    from limner.evaluation.fidelity import FidelitySettings, evaluate, fidelity_task, summary
+    from limner.evaluation.fidelity_page import save_fidelity_page
+    from limner.pipeline import load
+    from limner.tasks.captions import parse, parse_pair
+    from limner.tasks.verify import satisfies
+
+    if not options.best_of or not options.blur:
+        raise UserError("--best-of and --blur need at least one number")
+    settings = FidelitySettings(
+        captions=options.captions, best_of=options.best_of, blur=options.blur, reference=options.reference,
+        seed=options.seed, sampler=options.sampler,
+    )  # fmt: skip
+    source, pipe = open_source(options.data), load(options.model)
+    extractor, task = open_extractor(options.extractor, pipe), fidelity_task(source, settings)
+    checker = satisfies if all(parse(caption) or parse_pair(caption) for caption in task.captions) else None
+    with progress("drawing and comparing", len(task.captions) * max(options.best_of), unit="drawing") as bar:
+        results = evaluate(pipe, extractor, task, settings, check_picture=checker, progress=bar.advance)
+    table = results[0] if len(results) == 1 else summary(results)
+    print(f"{escape_control(pipe.name)}, {task.split}\n{table.table()}")
+    write_file(options.page, partial(save_fidelity_page, results=results))
+    write_results(options, results, model=pipe.name)
