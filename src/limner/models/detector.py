@@ -59,7 +59,7 @@ class DefaultBoxes(NamedTuple):
 
     Attributes:
         scales: side of the boxes of each map as a share of the picture's, and one more for the last map.
-        ratios: aspect ratios of each map besides 1; each gives a wide and a tall box.
+        ratios: aspect ratios of each map in addition to 1; each gives a wide and a tall box.
         strides: pixels between the centers of each map; None divides the picture evenly.
     """
 
