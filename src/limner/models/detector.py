@@ -37,18 +37,12 @@ from limner.models.ssd_backbones import (
     initialize_uniform,
 )  # fmt: skip
 from limner.numerics.precision import upcast
-from limner.validation import Range, Validated
+from limner.validation import InvalidSetting, Range, Validated
 
 __all__ = [
-    "LAYOUTS",
-    "DefaultBoxes",
-    "Detections",
-    "Detector",
-    "DetectorConfig",
-    "Layout",
-    "LayoutName",
-    "Predictions",
-]
+    "LAYOUTS", "DefaultBoxes", "Detections", "Detector", "DetectorConfig", "DetectorLayout", "LayoutName",
+    "PredictionHead", "Predictions",
+]  # fmt: skip
 
 LayoutName = Literal["ssd300", "ssdlite320", "ssd48", "ssdlite48"]
 _MAX_COMPARISONS = 1 << 24  # pairs of boxes compared together in non-maximum suppression
@@ -88,7 +82,7 @@ class DefaultBoxes(NamedTuple):
         return torch.cat(parts) * size
 
 
-class Layout(NamedTuple):
+class DetectorLayout(NamedTuple):
     """Architecture and post-processing of a detector.
 
     Attributes:
@@ -109,34 +103,23 @@ class Layout(NamedTuple):
 
 
 _LARGE = (
-    Bottleneck(3, 16, 16, False, False, 1),
-    Bottleneck(3, 64, 24, False, False, 2),
-    Bottleneck(3, 72, 24, False, False, 1),
-    Bottleneck(5, 72, 40, True, False, 2),
-    Bottleneck(5, 120, 40, True, False, 1),
-    Bottleneck(5, 120, 40, True, False, 1),
-    Bottleneck(3, 240, 80, False, True, 2),
-    Bottleneck(3, 200, 80, False, True, 1),
-    Bottleneck(3, 184, 80, False, True, 1),
-    Bottleneck(3, 184, 80, False, True, 1),
-    Bottleneck(3, 480, 112, True, True, 1),
-    Bottleneck(3, 672, 112, True, True, 1),
+    Bottleneck(3, 16, 16, False, False, 1), Bottleneck(3, 64, 24, False, False, 2),
+    Bottleneck(3, 72, 24, False, False, 1), Bottleneck(5, 72, 40, True, False, 2),
+    *[Bottleneck(5, 120, 40, True, False, 1)] * 2, Bottleneck(3, 240, 80, False, True, 2),
+    Bottleneck(3, 200, 80, False, True, 1), *[Bottleneck(3, 184, 80, False, True, 1)] * 2,
+    Bottleneck(3, 480, 112, True, True, 1), Bottleneck(3, 672, 112, True, True, 1),
     # The reduced tail: 160 and 960 channels, halved.
-    Bottleneck(5, 672, 80, True, True, 2),
-    Bottleneck(5, 480, 80, True, True, 1),
-    Bottleneck(5, 480, 80, True, True, 1),
-)
+    Bottleneck(5, 672, 80, True, True, 2), *[Bottleneck(5, 480, 80, True, True, 1)] * 2,
+)  # fmt: skip
 _SMALL = (
-    Bottleneck(3, 16, 16, False, False, 1),
-    Bottleneck(3, 64, 24, False, False, 2),
-    Bottleneck(3, 96, 24, False, False, 1),
-    Bottleneck(3, 96, 40, False, True, 2),
+    Bottleneck(3, 16, 16, False, False, 1), Bottleneck(3, 64, 24, False, False, 2),
+    Bottleneck(3, 96, 24, False, False, 1), Bottleneck(3, 96, 40, False, True, 2),
     Bottleneck(3, 120, 40, False, True, 1),
-)
+)  # fmt: skip
 _SMALL_BOXES = DefaultBoxes((0.25, 5 / 12, 0.6), ((), ()))  # sides of the objects of synthetic scenes
 
-LAYOUTS: dict[LayoutName, Layout] = {
-    "ssd300": Layout(
+LAYOUTS: dict[LayoutName, DetectorLayout] = {
+    "ssd300": DetectorLayout(
         300,
         VGGLayout(
             ((64, 64), (128, 128), (256,) * 3, (512,) * 3, (512,) * 3), 1024, 6,
@@ -148,16 +131,16 @@ LAYOUTS: dict[LayoutName, Layout] = {
         ),
         min_score=0.01, max_iou=0.45, candidates=400, detections=200,
     ),
-    "ssdlite320": Layout(
+    "ssdlite320": DetectorLayout(
         320, MobileNetLayout(_LARGE, (512, 256, 256, 128)),
         DefaultBoxes((*(0.2 + 0.15 * k for k in range(6)), 1.0), ((2, 3),) * 6),
         min_score=0.001, max_iou=0.55, candidates=300, detections=300,
     ),
-    "ssd48": Layout(
+    "ssd48": DetectorLayout(
         48, VGGLayout(((16, 16), (32, 32), (64, 64), (64, 64)), 128, 2), _SMALL_BOXES,
         min_score=0.01, max_iou=0.45, candidates=100, detections=100,
     ),
-    "ssdlite48": Layout(
+    "ssdlite48": DetectorLayout(
         48, MobileNetLayout(_SMALL), _SMALL_BOXES, min_score=0.01, max_iou=0.45, candidates=100, detections=100
     ),
 }  # fmt: skip
@@ -173,12 +156,12 @@ class Predictions(NamedTuple):
 
 
 class Detections(NamedTuple):
-    """Detections in a picture in descending order of their scores; `attributes` are indices of values."""
+    """Detections in a picture in descending order of their scores; `attributes` are indices of values, A = 2 or 0."""
 
     boxes: Float[Tensor, "N 4"]
     labels: Int64[Tensor, " N"]
     scores: Float[Tensor, " N"]
-    attributes: Int64[Tensor, "N 2"]
+    attributes: Int64[Tensor, "N A"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +180,11 @@ class DetectorConfig(Validated):
     attributes: Annotated[tuple[int, int], Range(0, 10**3)] = (0, 0)
     width: Annotated[float, Range(0.05, 8)] = 1.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(self.attributes) != all(self.attributes):
+            raise InvalidSetting("attributes", f"must be both 0 or both above 0, not {self.attributes}")
+
     def build(self) -> Detector:
         return Detector(self)
 
@@ -213,9 +201,9 @@ class Detector(nn.Module):
         else:
             self.backbone = VGG(self.layout.backbone)
 
-        def head(columns: int) -> Head:
+        def head(columns: int) -> PredictionHead:
             counts = self.layout.default_boxes.counts
-            return Head(self.backbone.channels, [columns * count for count in counts], columns, is_lite)
+            return PredictionHead(self.backbone.channels, [columns * count for count in counts], columns, is_lite)
 
         self.head = nn.ModuleDict(
             {"classification_head": head(config.classes + 1), "regression_head": head(4)}
@@ -236,16 +224,17 @@ class Detector(nn.Module):
         predictions, layout = self(pixels), self.layout
         boxes = decode_boxes(predictions.offsets, predictions.default_boxes).clamp(0, layout.size)
         scores = predictions.logits.softmax(-1)[..., 1:].transpose(1, 2)  # [B, K, D]
-        attributes = torch.stack([values.argmax(-1) for values in predictions.attributes] or [boxes[..., 0] * 0] * 2, 2)
         n = min(layout.candidates, max(1, int((scores > layout.min_score).sum(-1).max())), scores.shape[-1])
         scores, index = scores.topk(n)
         batch = max(1, _MAX_COMPARISONS // (self.config.classes * n**2))
         detections = []
         for part in zip(boxes.split(batch), scores.split(batch), index.split(batch), strict=True):
             detections += self._suppress(*part)
+        # [B, D, 2], or [B, D, 0] without attributes
+        values = [logits.argmax(-1, keepdim=True) for logits in predictions.attributes]
+        attributes = torch.cat(values, -1) if values else index.new_empty(*boxes.shape[:2], 0)
         return [
-            Detections(boxes[b, at], label, score, attributes[b, at].long())
-            for b, (at, label, score) in enumerate(detections)
+            Detections(boxes[b, at], label, score, attributes[b, at]) for b, (at, label, score) in enumerate(detections)
         ]
 
     def _suppress(self, boxes: Tensor, scores: Tensor, index: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -261,7 +250,7 @@ class Detector(nn.Module):
         return detections
 
 
-class Head(nn.Module):
+class PredictionHead(nn.Module):
     """Feature maps -> values [B, D, `columns`], by one block for each map."""
 
     def __init__(self, channels: Sequence[int], outputs: Sequence[int], columns: int, is_lite: bool) -> None:

@@ -23,8 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["VGG", "Bottleneck", "ConvNormActivation", "MobileNet", "MobileNetLayout", "VGGLayout"]
-
 MIN_DEPTH = 16  # least number of channels in the extra blocks of a narrow MobileNet
 INITIAL_SCALE = 20.0  # of normalized features (Liu et al. 2016, §3.1)
 batch_norm = partial(nn.BatchNorm2d, eps=0.001, momentum=0.03)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -29,7 +29,7 @@ from limner.tasks.scenes import SHAPES, UNITS
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.train_state import Evaluate, TrainState
-from limner.validation import Validated
+from limner.validation import Range, Validated
 
 __all__ = ["PRESETS", "SCENES", "DetectorRecipe", "train_detector"]
 
@@ -45,10 +45,12 @@ class DetectorRecipe(Validated):
         layout: architecture and size of the pictures.
         augment: augmentation of the pictures of a folder: "ssd" (photometric distortion, zoom out and in, flips),
             "ssdlite" (zoom in, flips) or "none".
+        width: factor on the channels of a MobileNet.
     """
 
     layout: LayoutName
     augment: BoxAugment
+    width: Annotated[float, Range(0.05, 8)] = 1.0
     objective: MultiBoxLoss = field(default_factory=MultiBoxLoss)
     training: TrainConfig
 
@@ -89,7 +91,7 @@ def train_detector(recipe: DetectorRecipe, data: str, out: str | Path) -> Traine
         raise UserError("batch normalization needs at least 2 pictures at a time: raise training.batch_size")
     dataset, classes, evaluation = _open(recipe, data, size)
     attributes = ATTRIBUTES if data == SCENES else (0, 0)
-    config = DetectorConfig(layout=recipe.layout, classes=len(classes), attributes=attributes)
+    config = DetectorConfig(layout=recipe.layout, classes=len(classes), attributes=attributes, width=recipe.width)
     torch.manual_seed(fold_in(training.seed))
     model = config.build()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
