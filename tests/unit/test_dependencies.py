@@ -19,7 +19,8 @@ MODULES = {
 }  # where the name differs
 # Commands, plugins, and a requirement of a package that the tests import: no file imports them.
 CALLED = {"ruff", "schemathesis", "pyright", "import_linter", "xdist", "attr", "material", "mkdocstrings"}
-ABSENT = {"autoregressive", "dalle_pytorch"}  # bench/peers.py: the sources of others, by their path
+# bench/peers.py and tests/reference: the sources of others, by their path.
+ABSENT = {"autoregressive", "dalle_pytorch", "torchvision"}
 
 
 def imported(*folders: str) -> set[str]:

@@ -4,8 +4,9 @@ Two kinds, separate because only one has state:
 
 - Pure functions of the step: `warmup`, `cooldown`, `cosine`, and `Anneal`, a cosine as a config. The paper anneals the
   KL weight β, the relaxation temperature τ and the learning rate of the dVAE with it (A.2).
-- Configs `Constant | Cosine | Plateau`, whose `build(steps)` returns a `Schedule`. `Plateau` halves the factor when the
-  training loss stops falling, as the paper did five times for the prior (B.2). Checkpoints contain its state.
+- Configs `Constant | Cosine | MultiStep | Plateau`, whose `build(steps)` returns a `Schedule`. `Plateau` halves the
+  factor when the training loss stops falling, as the paper did five times for the prior (B.2). Checkpoints contain its
+  state.
 
 Steps count from 0, those of a `Schedule` from the end of the warm-up: the learning rate rises to its base value, then
 the schedule begins (Wortsman et al. 2023, §3.2). The training loop multiplies the base learning rate by
@@ -19,7 +20,10 @@ from typing import Annotated, Any
 
 from limner.validation import Range, Validated
 
-__all__ = ["Anneal", "Constant", "Cosine", "HalveOnPlateau", "Plateau", "Schedule", "cooldown", "cosine", "warmup"]
+__all__ = [
+    "Anneal", "Constant", "Cosine", "HalveOnPlateau", "MultiStep", "Plateau", "Schedule", "cooldown", "cosine",
+    "warmup",
+]  # fmt: skip
 
 
 def warmup(step: int, steps: int) -> float:
@@ -101,6 +105,22 @@ class Cosine(Validated):
 
     def build(self, steps: int) -> Schedule:
         return Schedule(Anneal(start=1.0, end=self.end, steps=steps if self.steps is None else self.steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiStep(Validated):
+    """Multiply the learning rate by `gamma` at two points of the run, as SSD300 does after 80 and 110 of 120 epochs.
+
+    Args:
+        milestones: shares of the updates after the warm-up.
+        gamma: factor at each milestone.
+    """
+
+    milestones: Annotated[tuple[float, float], Range(0, 1)] = (2 / 3, 11 / 12)
+    gamma: Annotated[float, Range(0, 1)] = 0.1
+
+    def build(self, steps: int) -> Schedule:
+        return Schedule(lambda step: self.gamma ** sum(step >= share * steps for share in self.milestones))
 
 
 @dataclass(frozen=True, kw_only=True)

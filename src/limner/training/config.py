@@ -10,7 +10,7 @@ from limner.config import differences, to_dict
 from limner.errors import UserError
 from limner.numerics.precision import Auto
 from limner.optim.optimizers import AdamWConfig, OptimizerConfig
-from limner.optim.schedules import Constant, Cosine, Plateau
+from limner.optim.schedules import Constant, Cosine, MultiStep, Plateau
 from limner.quantization.precisions import TrainingPrecision
 from limner.validation import SEEDS, InvalidSetting, Range, Validated
 
@@ -60,7 +60,7 @@ class TrainConfig(Validated):
     clip_norm: Annotated[float | None, Range(gt=0)] = 4.0
     warmup_steps: Annotated[int, Range(0, 10**9)] = 0
     cooldown_steps: Annotated[int, Range(0, 10**9)] = 0
-    schedule: Constant | Cosine | Plateau = field(default_factory=Constant)
+    schedule: Constant | Cosine | MultiStep | Plateau = field(default_factory=Constant)
     ema_decay: Annotated[float | None, Range(0, lt=1)] = None
     ema_every: Annotated[int, Range(1, 10**6)] = 1
     ema_on_cpu: bool = False

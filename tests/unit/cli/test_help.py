@@ -83,5 +83,5 @@ def test_the_recipes_and_kinds_are_listed(capsys):
         main(["train", "--help", "--recipe", "photos", "--prior.training.schedule", "Plateau"])
     shown = capsys.readouterr().out
     assert "dalle-12b: the same with 12 billion, the paper's model" in shown
-    assert "--prior.training.schedule Constant, Cosine, Plateau" in shown
+    assert "--prior.training.schedule Constant, Cosine, MultiStep, Plateau" in shown
     assert "--prior.training.schedule.halvings INT" in shown and "--prior.training.schedule.end" not in shown

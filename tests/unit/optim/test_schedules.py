@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from limner.optim.schedules import Anneal, Constant, Cosine, Plateau, cooldown, cosine, warmup
+from limner.optim.schedules import Anneal, Constant, Cosine, MultiStep, Plateau, cooldown, cosine, warmup
 from limner.recipes.presets import clip
 
 
@@ -74,3 +74,11 @@ def test_the_learning_rate_reaches_its_base_value_after_the_warm_up_and_then_fal
     factors = {step: warmup(step, warm) * schedule.factor(step - warm) for step in (warm - 1, warm, steps)}
     assert (steps, warm) == (20_000, 5_000) and factors[warm - 1] == factors[warm] == 1  # §3.2
     assert factors[steps] == pytest.approx(0) and schedule.factor((steps - warm) // 2) == pytest.approx(0.5)
+
+
+def test_multi_step_divides_by_ten_at_each_milestone():
+    """SSD300's 120 epochs, with steps after 80 and 110."""
+    schedule = MultiStep().build(120)
+    assert [schedule.factor(step) for step in (-1, 0, 79, 80, 109, 110, 500)] == pytest.approx(
+        [1, 1, 1, 0.1, 0.1, 0.01, 0.01]
+    )

@@ -16,6 +16,7 @@ from limner.cli.evaluate.from_files import compare, votes
 from limner.cli.evaluate.options import (
     DrawGrid,
     ScoreComposition,
+    ScoreDetector,
     ScoreEmoji,
     ScoreGlyphs,
     ScoreIcons,
@@ -40,7 +41,9 @@ _MIN_ACCURACY = 0.9  # of the classifier of icons on its training pictures; belo
 
 def main(argv: Sequence[str]) -> None:
     """Run a subcommand of `limner evaluate`."""
-    commands = (composition, pairs, fidelity, reconstruction, zero_shot, emoji, icons, glyphs, grid, votes, compare)
+    commands = (
+        composition, pairs, fidelity, reconstruction, zero_shot, emoji, icons, glyphs, detector, grid, votes, compare,
+    )  # fmt: skip
     run_subcommand("limner evaluate", commands, argv)
 
 
@@ -236,6 +239,23 @@ def _draw_split(
         results = evaluate(settings, bar.advance)
     print(tables(results))
     return results
+
+
+def detector(options: ScoreDetector) -> None:
+    """does a detector find the objects, also in drawings?"""
+    from limner.evaluation.detection import agreement, evaluate, labeled_pictures, load_detector
+    from limner.evaluation.result import tables
+
+    trained = load_detector(options.model)
+    pictures, title = labeled_pictures(trained, options.data, options.count, options.seed, options.split)
+    with progress("detecting", unit="picture") as bar:
+        results = [evaluate(trained, pictures, title, bar.advance)]
+    if options.drawings:
+        pipe = _load_scene_model(options.drawings)
+        with progress("drawing and checking", options.captions, unit="drawing") as bar:
+            results.append(agreement(trained, pipe, options.captions, options.seed, options.split, bar.advance))
+    print(tables(results))
+    write_results(options, results, model=options.model)
 
 
 def grid(options: DrawGrid) -> None:

@@ -191,6 +191,24 @@ class ScoreGlyphs(ScoreIcons):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoreDetector(ScoreOptions):
+    """Measure a detector: average precision, time per picture, and agreement with the scene parser on drawings."""
+
+    model: Positional[str]
+    """Folder of a run of `limner detector`."""
+    data: Annotated[str | None, arg(metavar="FOLDER")] = None
+    """Pictures with boxes in COCO's format; by default new scenes."""
+    split: Literal["train", "held-out"] = "held-out"
+    """Split of the combinations in new scenes and in the captions of drawings."""
+    count: Count = 1_024
+    """Maximum number of pictures."""
+    drawings: Annotated[str | None, arg(metavar="NAME|FOLDER")] = None
+    """A model of scenes, such as "scenes": compare the detector with the scene parser on its drawings."""
+    captions: Count = 256
+    """Number of captions to draw."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DrawGrid(Options):
     """Draw icons on one sheet: a row per subject, a column per style, frames around held-out combinations."""
 
