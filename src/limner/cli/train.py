@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError, escape_control
 from limner.profiling.recording import FOLDER, ProfileRecorder, parse_steps
 from limner.recipes.recipe import PretrainedDVAE, Recipe, ResolvedRecipe, Stage
-from limner.runs import time_estimate
+from limner.runs import memory_check, time_estimate
 from limner.runs.stages import StageHooks
 from limner.runs.train import train_all
 from limner.training.determinism import deterministic
@@ -91,6 +92,8 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"the recipe uses the trained dVAE of {dvae.bundle!r}: leave dvae out of --stages")
 
     def announce(resolved: ResolvedRecipe, stages: Sequence[str]) -> None:
+        if "WORLD_SIZE" not in os.environ:  # an error of one process leaves the others waiting
+            memory_check.check_memory(resolved, stages)
         time_estimate.print_estimate(resolved, options.out, stages, recipes.fallback_recipe(options.recipe))
 
     stage_hooks = _stage_hooks(options)

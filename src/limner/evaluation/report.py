@@ -107,7 +107,7 @@ def chart(title: str, curves: Mapping[str, Points], x_label: str = "steps") -> s
     xs = [x for points in finite.values() for x, _ in points]
     ys = [y for points in finite.values() for _, y in points]
     width, height = 420, 200
-    left, bottom, top = 52, height - 22, 26
+    left, bottom, top = 64, height - 22, 26
     x0, x1, y0, y1 = min(xs), max(xs), min(ys), max(ys)
 
     def to_pixels(x: float, y: float) -> str:

@@ -52,7 +52,7 @@ def _estimate_lines(recipe: ResolvedRecipe, out: Path, stages: Sequence[str], fa
         if name not in stages or steps <= _MIN_STEPS:
             continue
         lines[name] = f"  {title}: {steps:,} steps"
-        if _flops_per_sample(recipe, name) > _MAX_FLOPS:
+        if flops_per_sample(recipe, name) > _MAX_FLOPS:
             lines[name] += ", too large to time"
             incomplete = True
             continue
@@ -99,7 +99,7 @@ def _duration(seconds: float) -> str:
     return f"{count:,} {unit}{'s' * (count > 1)}"
 
 
-def _flops_per_sample(recipe: ResolvedRecipe, name: str) -> float:
+def flops_per_sample(recipe: ResolvedRecipe, name: str) -> float:
     """Estimate the FLOPs of a training step per sample: 6 per parameter and position. The parameters of a dVAE count at
     its grid, where most of them are."""
     config, dvae = recipe.models[name], recipe.models["dvae"]
