@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
@@ -29,11 +30,12 @@ import torch
 from torch import Tensor
 
 from limner.data.datasets import ImageCaptionDataset
-from limner.data.sample import HELD_OUT, Rejected, Source, group_by_split
+from limner.data.sample import HELD_OUT, Rejected, Source, Subset, group_by_split
 from limner.errors import UserError
 from limner.evaluation.confidence import TEST_SEEDS_FROM, Estimate, wilson
 from limner.evaluation.features import FeatureExtractor, concatenate, extract
 from limner.evaluation.generate_batches import generate_batches
+from limner.evaluation.overlap import read_seen
 from limner.evaluation.result import EvalResult
 from limner.metrics.features import Features
 from limner.metrics.fidelity import compare
@@ -84,14 +86,18 @@ class FidelityTask(NamedTuple):
     reference: np.ndarray  # pictures that drawings are compared with: `rest`, or both
 
 
-def fidelity_task(source: Source, settings: FidelitySettings) -> FidelityTask:
-    """Sample captions and pictures of the held-out split, or of the whole source without one.
+def fidelity_task(source: Source, settings: FidelitySettings, overlap: Path | None = None) -> FidelityTask:
+    """Sample captions and pictures of the held-out split, or of the whole source without one; leave out those that
+    training has seen, according to a file of `limner data overlap`.
 
-    Raises `UserError` if fewer than two samples are readable.
+    Raises `UserError` if fewer than two samples are readable, or the file belongs to other data.
     """
     splits = group_by_split(source)
     split = HELD_OUT if HELD_OUT in splits else "all"
     chosen = splits.get(HELD_OUT, source)
+    if overlap:
+        seen = read_seen(overlap, len(chosen))
+        split, chosen = f"{split} without {len(seen):,} seen", Subset(chosen, sorted({*range(len(chosen))} - seen))
     captions: dict[int, tuple[str, ...]] = {}
     for i in np.random.default_rng(settings.seed).permutation(len(chosen)).tolist():
         try:

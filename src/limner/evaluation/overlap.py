@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,9 +34,10 @@ from limner.errors import UserError
 from limner.evaluation.confidence import Estimate, proportion
 from limner.evaluation.report import img_tag
 from limner.evaluation.result import EvalResult
+from limner.json_files import read_json
 from limner.progress import Advance
 
-__all__ = ["Matches", "Overlap", "closest", "compare", "thumbnails"]
+__all__ = ["Matches", "Overlap", "closest", "compare", "read_seen", "thumbnails"]
 
 _COARSE, _FINE = 16, 32  # pixels per side
 _CHUNK = 8_192  # references in one product
@@ -168,11 +170,13 @@ class Overlap:
     """The closest training picture of each evaluation picture, the closest pairs first.
 
     Attributes:
+        samples: number of samples of the evaluation data, with unreadable ones.
         rows, references: numbers of the samples in their sources, [N].
         similarity: at most 1, [N].
         pictures: the first pairs, uint8 [n, 2, 3, H, W], and their captions.
     """
 
+    samples: int
     rows: np.ndarray
     references: np.ndarray
     similarity: np.ndarray
@@ -189,7 +193,8 @@ class Overlap:
         values = zip(self.rows.tolist(), self.references.tolist(), self.similarity.tolist(), strict=True)
         cases = [{"picture": row, "training": match, "similarity": round(value, 4)} for row, match, value in values]
         rows = {name: {"value": estimate} for name, estimate in estimates.items()}
-        return EvalResult(title=f"{n:,} pictures", rows=rows, cases=cases, settings={"threshold": threshold})
+        settings = {"threshold": threshold, "samples": self.samples}
+        return EvalResult(title=f"{n:,} pictures", rows=rows, cases=cases, settings=settings)
 
     def page(self, threshold: float) -> str:
         """Return the body of a page: the closest pairs, and a line where the threshold is."""
@@ -223,8 +228,25 @@ def compare(evaluation: Source, training: Source, progress: Advance | None = Non
     pictures = torch.stack([pixels for _, pixels, _, _ in loaded], 1)
     captions = list(zip(*([text[0] for text in texts] for _, _, texts, _ in loaded), strict=True))
     return Overlap(
-        rows=own, references=others, similarity=matches.similarity.numpy()[order], pictures=pictures, captions=captions
-    )
+        samples=len(evaluation), rows=own, references=others, similarity=matches.similarity.numpy()[order],
+        pictures=pictures, captions=captions,
+    )  # fmt: skip
+
+
+def read_seen(path: Path, samples: int) -> set[int]:
+    """Return the numbers of the pictures that training has seen, from a file of `Overlap.result` for `samples` samples.
+
+    Raises `UserError` if it is another file, or belongs to other data.
+    """
+    try:
+        result = read_json(path)["results"][0]
+        threshold, expected = float(result["settings"]["threshold"]), int(result["settings"]["samples"])
+        seen = {int(case["picture"]) for case in result["cases"] if float(case["similarity"]) >= threshold}
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise UserError(f"{path} does not hold an overlap: write it with `limner data overlap -o`") from None
+    if expected != samples or not all(0 <= i < samples for i in seen):
+        raise UserError(f"{path} belongs to data of {expected:,} samples, not {samples:,}: look this data up again")
+    return seen
 
 
 def _read(source: Source, name: str, progress: Advance | None) -> tuple[Tensor, np.ndarray]:

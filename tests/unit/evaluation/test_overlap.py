@@ -9,8 +9,10 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from limner.cli.data import main
+from limner.data.open_source import open_source
 from limner.errors import UserError
-from limner.evaluation.overlap import closest, thumbnails
+from limner.evaluation.fidelity import FidelitySettings, fidelity_task
+from limner.evaluation.overlap import closest, read_seen, thumbnails
 from limner.tasks import rendering, scenes
 
 
@@ -93,6 +95,28 @@ def test_the_command_lists_planted_duplicates_and_shows_them(tmp_path, capsys):
     assert len(others) == 8 and all(case["similarity"] < 0.85 for case in others)
     text = page.read_text()
     assert text.index("training &lt;7&gt;") < text.index("below the threshold") and "<7>" not in text
+
+
+def test_fidelity_leaves_out_what_training_has_seen(tmp_path):
+    for name in ("test", "training"):
+        (tmp_path / name).mkdir()
+        for i in range(6):
+            picture = REFERENCES[i] if name == "training" or i < 2 else crowded(600 + i)
+            Image.fromarray(picture).save(tmp_path / name / f"{i}.png")
+            (tmp_path / name / f"{i}.txt").write_text(f"caption {i}")
+    where = [str(tmp_path / "test"), "--training", str(tmp_path / "training")]
+    results = tmp_path / "overlap.json"
+    main(["overlap", *where, "-o", str(results)])
+    source = open_source(tmp_path / "test")
+    task = fidelity_task(source, FidelitySettings(captions=2), results)
+    names = {task.source.captions(i)[0] for i in range(len(task.source))}
+    assert names == {f"caption {i}" for i in range(2, 6)} and task.split == "all without 2 seen"
+    with pytest.raises(UserError, match="belongs to data of 6 samples, not 3"):
+        read_seen(results, 3)
+    for bad in ("{}", "[]", '{"results": [{"settings": {}}]}'):
+        results.write_text(bad)
+        with pytest.raises(UserError, match="does not hold an overlap"):
+            read_seen(results, 6)
 
 
 def test_sources_without_readable_pictures_are_one_sentence(tmp_path):

@@ -27,7 +27,7 @@ def fidelity(options: ScoreFidelity) -> None:
         seed=options.seed, sampler=options.sampler,
     )  # fmt: skip
     source, pipe = open_source(options.data), load(options.model)
-    extractor, task = open_extractor(options.extractor, pipe), fidelity_task(source, settings)
+    extractor, task = open_extractor(options.extractor, pipe), fidelity_task(source, settings, options.without)
     checker = satisfies if all(parse(caption) or parse_pair(caption) for caption in task.captions) else None
     with progress("drawing and comparing", len(task.captions) * max(options.best_of), unit="drawing") as bar:
         results = evaluate(pipe, extractor, task, settings, check_picture=checker, progress=bar.advance)

@@ -129,6 +129,8 @@ class ScoreFidelity(ScoreOptions):
     """Radii of a Gaussian filter on drawings and real pictures, in pixels of the model."""
     reference: Literal["rest", "all"] = "rest"
     """Compare with as many pictures of other captions, or with all pictures as papers do."""
+    without: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Leave out pictures that training has seen, by a file of `limner data overlap DATA -o FILE`."""
     page: Annotated[Path | None, Writable("file")] = None
     """Write an HTML page with tables, and curves over several numbers or radii."""
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
