@@ -264,7 +264,7 @@ def test_answers_and_fields_are_those_of_the_sdk(server):
     from openai.types import ImageGenCompletedEvent, ImagesResponse
     from openai.types.image_generate_params import ImageGenerateParamsBase
 
-    own = {"seed", "candidates", "temperature", "top_k", "top_p", "guidance", "stream"}
+    own = {"seed", "candidates", "temperature", "top_k", "top_p", "guidance", "stream", "trace"}
     assert set(Generate.model_fields) - own <= set(ImageGenerateParamsBase.__annotations__)
     _, _, answer = server.send("POST", "/v1/images/generations", json.dumps({"prompt": "a"}))
     ImagesResponse.model_validate_json(answer, strict=True)

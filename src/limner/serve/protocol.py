@@ -46,6 +46,7 @@ class Generate(BaseModel):
     top_k: Annotated[int | None, Field(ge=1, le=2**24)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     guidance: Annotated[float | None, Field(ge=0, le=100)] = None
+    trace: Annotated[bool, Field(description="add an SVG document, traced from it, to each gray picture")] = False
 
     @field_validator("n", "output_compression", "partial_images", "seed", "candidates", "top_k", mode="before")
     @classmethod
@@ -90,12 +91,13 @@ class Usage(BaseModel):
 
 
 class Picture(BaseModel):
-    """A finished picture. `candidate` is its number, from 1, and `score` that of the reranker."""
+    """A finished picture. `candidate` is its number, from 1, and `score` that of the reranker; `svg` if asked for."""
 
     b64_json: str
     seed: int
     candidate: int
     score: float
+    svg: str | None = None
 
 
 class Images(BaseModel):
@@ -138,6 +140,7 @@ class Completed(BaseModel):
     seed: int
     candidate: int
     score: float
+    svg: str | None = None
     usage: Usage
     warnings: list[str] = []
 

@@ -106,7 +106,8 @@ class Service:
         pictures, size = [], ""
         for drawing in drawings:
             data, size = self._encode(body, drawing)
-            pictures.append(Picture(b64_json=data, seed=drawing.seed, candidate=drawing.candidate, score=drawing.score))
+            facts = {"seed": drawing.seed, "candidate": drawing.candidate, "score": drawing.score}
+            pictures.append(Picture(b64_json=data, svg=_traced(drawing) if body.trace else None, **facts))
         text = int((request.text != PAD).sum())
         given = 0 if request.prompt_tokens is None else int((request.prompt_tokens >= 0).sum())
         sampled = job.tokens.numel() - given * len(job.tokens)
@@ -130,3 +131,11 @@ class Service:
         if body.size not in ("auto", size):
             warnings.append(f"the pictures are {size}: this model's side is {self.pipe.size}, times a whole number")
         return [warning[:200] for warning in warnings[:20]]
+
+
+def _traced(drawing: Drawing) -> str | None:
+    """Return an SVG document of a gray picture; None for a picture with colors, and without contourpy."""
+    try:
+        return drawing.svg()
+    except UserError:
+        return None

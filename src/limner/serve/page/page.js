@@ -62,11 +62,15 @@ function show(shown, event) {
   } });
   edit.setAttribute("aria-label", `Edit candidate ${event.candidate}`);
   vary.setAttribute("aria-label", `Vary: draw again with seed ${event.seed + 1}`);
-  const name = `${caption.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60) || "drawing"}-${event.seed}-${event.candidate}.png`;
-  const save = element("a", { href: source, download: name, textContent: "PNG" });
-  save.setAttribute("aria-label", `PNG of candidate ${event.candidate}`);
+  const name = `${caption.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60) || "drawing"}-${event.seed}-${event.candidate}`;
+  const files = [["PNG", source], ...(event.svg ? [["SVG", `data:image/svg+xml,${encodeURIComponent(event.svg)}`]] : [])];
+  const links = files.map(([kind, href]) => {
+    const link = element("a", { href, download: `${name}.${kind.toLowerCase()}`, textContent: kind });
+    link.setAttribute("aria-label", `${kind} of candidate ${event.candidate}`);
+    return link;
+  });
   const facts = `seed ${event.seed}, candidate ${event.candidate}, score ${event.score.toFixed(3)}`;
-  text.replaceChildren(facts, element("br"), save, edit, vary);
+  text.replaceChildren(facts, element("br"), ...links, edit, vary);
 }
 
 function addToHistory(caption, n) {
@@ -79,7 +83,7 @@ function addToHistory(caption, n) {
 }
 
 async function request(caption) {
-  const fields = { prompt: caption, model: $("model").value, n: Number($("n").value), stream: true, partial_images: 3 };
+  const fields = { prompt: caption, model: $("model").value, n: Number($("n").value), stream: true, partial_images: 3, trace: true };
   fields.candidates = Math.max(fields.n, Number($("candidates").value));
   if ($("seed").value) fields.seed = Number($("seed").value);
   const options = { method: "POST", signal: running.signal };
