@@ -81,14 +81,15 @@ def test_ends_none_and_whole_numbers_for_floats_are_in_range():
 MADE = tuple(
     f"limner.{name}"
     for name in (
-        "bundles", "drawing", "sampling.engine", "data.", "distributed.gradient_reducers.", "evaluation.",
+        "autograd.", "bundles", "drawing", "sampling.engine", "data.", "distributed.gradient_reducers.", "evaluation.",
         "sampling.inference", "sampling.generation.", "attention.", "metrics.", "experiments.", "planner.",
-        "runs.run_data", "serve.", "training.", "tasks.",
+        "profiling.", "runs.run_data", "serve.", "training.", "tasks.",
     )
 )  # fmt: skip
 SET = (
     "limner.data.filters.Filters",
     "limner.evaluation.composition.CompositionSettings",
+    "limner.evaluation.fidelity.FidelitySettings",
     "limner.training.config.TrainConfig",
 )
 

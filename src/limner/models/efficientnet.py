@@ -41,7 +41,7 @@ def _norm(channels: int) -> nn.BatchNorm2d:
     return nn.BatchNorm2d(channels, eps=1e-3)
 
 
-class InvertedResidual(nn.Module):
+class MBConv(nn.Module):
     """Expand by 1 x 1, filter each channel, project by 1 x 1 without activation (Sandler et al. 2018)."""
 
     def __init__(self, channels: int, out: int, kernel: int, stride: int, expansion: int) -> None:
@@ -69,7 +69,7 @@ class EfficientNetLite0(nn.Module):
         blocks, channels = [], 32
         for kernel, stride, expansion, out, repeats in STAGES:
             for i in range(repeats):
-                blocks.append(InvertedResidual(channels, out, kernel, stride if i == 0 else 1, expansion))
+                blocks.append(MBConv(channels, out, kernel, stride if i == 0 else 1, expansion))
                 channels = out
         self._blocks = nn.Sequential(*blocks)
         self._conv_head, self._bn1 = SamePadConv(channels, FEATURES, 1), _norm(FEATURES)

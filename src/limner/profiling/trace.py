@@ -11,7 +11,6 @@ other forms are left out, and text is kept as text. Times are integers in nanose
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 
 from limner.atomic_io import require_file
 from limner.errors import UserError
+from limner.json_files import parse_json
 from limner.progress import progress
 
 __all__ = ["Event", "Trace", "TraceStep", "read_trace", "read_traces"]
@@ -158,9 +158,9 @@ def read_trace(path: Path, number: int = 0) -> Trace:
     """Read a trace, which has rank `number` unless it names its rank. Raises `UserError`."""
     text = _decompressed(path)
     try:
-        document = json.loads(text)
+        document = parse_json(text)
         events = _events(path, document)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from None
     rank = _mapping(document.get("distributedInfo")).get("rank")
     first = _mapping(document.get("limner")).get("first_step")
