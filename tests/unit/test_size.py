@@ -5,7 +5,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "src/limner"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
-BUDGET = 33_150  # lines of the package, 1,400 of them for the server and its engine, 550 for finetuning; the aim is 24,000
+BUDGET = 33_150  # lines of the package, 1,400 for the server and its engine, 550 for finetuning; the aim is 24,000
 NESTED = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.AsyncFor, ast.AsyncWith, ast.Match)
 #: Kernels take their arguments one by one.
 KERNELS = ("attention/triton_decode.py", "optim/triton_adamw.py", "quantization/triton_int8.py")
