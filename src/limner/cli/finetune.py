@@ -30,7 +30,7 @@ class Finetune(Validated):
     out: Annotated[NewFolder, arg(metavar="FOLDER")]
     """Folder of the run, for RUN/adapter and RUN/bundle."""
     ordinary: Annotated[str | None, arg(metavar="FILE|DATA")] = None
-    """Captions of the kind that the bundle draws: a text file with one a line, or its training data; by default those
+    """Captions of the kind that the bundle draws: a text file with one per line, or its training data; by default those
     of the bundled model `scenes`."""
     config: Annotated[FinetuneConfig, arg(name="")] = FinetuneConfig()
 

@@ -51,8 +51,6 @@ from limner.training.train_module import Batch
 from limner.training.train_state import Evaluate, TrainState
 from limner.validation import SEEDS, Range, Validated
 
-__all__ = ["FinetuneConfig", "finetune"]
-
 SCORED_SAMPLES = 64  # ordinary samples that measure forgetting; the others train
 PATIENCE = 3  # measurements without improvement after which training stops
 FORGETTING = 0.05  # relative rise of the cross-entropy of ordinary samples that counts as forgetting
@@ -91,7 +89,7 @@ class FinetuneConfig(Validated):
     @property
     def training(self) -> TrainConfig:
         return TrainConfig(
-            steps=self.steps, batch_size=self.batch_size, clip_norm=1.0, warmup_steps=min(10, self.steps // 10),
+            steps=self.steps, batch_size=self.batch_size, clip_norm=1.0, warmup_steps=10,
             optimizer=AdamWConfig(lr=self.lr, betas=(0.9, 0.99), weight_decay=0.0), seed=self.seed,
             eval_every=self.score_every, checkpoint_every=self.score_every, log_every=self.score_every,
         )  # fmt: skip
@@ -173,7 +171,7 @@ def finetune(
     """Train an adapter of the bundle `start` on `data`; write `out/adapter`, and `out/bundle` with the merged weights.
 
     Repeating the call after an interruption continues the run. `ordinary` names the captions of ordinary samples: a
-    text file with one a line, or training data; None takes those of the bundled model `scenes`. Returns the scores.
+    text file with one per line, or training data; None takes those of the bundled model `scenes`. Returns the scores.
 
     Raises `UserError` if the bundle, the data or the captions are unusable, or the run in `out` has other settings.
     """

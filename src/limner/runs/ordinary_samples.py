@@ -37,7 +37,7 @@ def ordinary_captions(folder: Path, ordinary: str | None) -> list[str]:
     if ordinary is None:
         if folder != pretrained.ASSETS / "scenes":
             raise UserError(
-                f"the captions that {folder} can draw are unknown: name them with --ordinary, a text file with one a "
+                f"the captions that {folder} can draw are unknown: name them with --ordinary, a text file with one per "
                 "line or the training data of the bundle"
             )
         generators = (np.random.default_rng([0, i]) for i in range(ORDINARY_SAMPLES))
@@ -50,7 +50,7 @@ def ordinary_captions(folder: Path, ordinary: str | None) -> list[str]:
     else:
         lines = list(_first_captions(open_source(ordinary)))
     if not (lines := [line.strip() for line in lines if line.strip()]):
-        raise UserError(f"{ordinary} lacks captions: name a text file with one a line, or training data")
+        raise UserError(f"{ordinary} lacks captions: name a text file with one per line, or training data")
     rows = np.linspace(0, len(lines), ORDINARY_SAMPLES, endpoint=False).astype(int)  # repeats if there are fewer
     return [lines[row] for row in np.random.default_rng(0).permutation(rows)]
 

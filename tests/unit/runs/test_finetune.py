@@ -21,7 +21,7 @@ from limner.training.config import TrainConfig
 from limner.training.train_state import TrainState
 from tiny import WORDS, tiny_pipe
 
-CONFIG = FinetuneConfig(rank=4, steps=6, batch_size=4, score_every=2, lr=1e-2)
+CONFIG = FinetuneConfig(rank=4, steps=6, batch_size=4, score_every=2, lr=5e-2)
 
 
 @pytest.fixture(scope="module")
