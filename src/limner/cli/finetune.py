@@ -32,13 +32,13 @@ class Finetune(Validated):
     ordinary: Annotated[str | None, arg(metavar="FILE|DATA")] = None
     """Captions of the kind that the bundle draws: a text file with one per line, or its training data; by default those
     of the bundled model `scenes`."""
-    config: Annotated[FinetuneConfig, arg(name="")] = FinetuneConfig()
+    settings: Annotated[FinetuneConfig, arg(name="")] = FinetuneConfig()
 
 
 def main(argv: Sequence[str]) -> None:
     """Train an adapter, and print what it has learned and forgotten."""
     options = parse(Finetune, argv, "limner finetune")
-    best = finetune(options.bundle, options.data, options.out, options.config, options.ordinary)
+    best = finetune(options.bundle, options.data, options.out, options.settings, options.ordinary)
     bundle, adapter = escape_control(options.bundle), escape_control(options.out / "adapter")
     print(best.summary())
     print(f'draw with it: limner draw "..." --model {bundle} --adapter {adapter}')
