@@ -74,7 +74,7 @@ class FinetuneConfig(Validated):
     """
 
     rank: Annotated[int, Range(1, adapters.MAX_RANK)] = 8
-    steps: Annotated[int, Range(1, 10**7)] = 150
+    steps: Annotated[int, Range(1, 10**7)] = 60
     batch_size: Annotated[int, Range(2, 2**16)] = 16
     ordinary_share: Annotated[float, Range(0, lt=1)] = 0.5
     lr: Annotated[float, Range(gt=0)] = 2e-3
