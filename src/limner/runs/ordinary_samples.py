@@ -25,7 +25,7 @@ from limner.sampling.generation_config import Sampler
 from limner.tasks.captions import describe
 from limner.tasks.scenes import sample_scene
 
-ORDINARY_SAMPLES = 320  # drawn in less than a minute by the bundled models
+ORDINARY_SAMPLES = 320  # 15 CPU seconds of `scenes`
 _MAX_FILE_BYTES = 4 << 20
 
 
