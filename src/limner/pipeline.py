@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from limner import bundles, pretrained
+from limner import adapters, bundles, pretrained
 from limner.drawing import Drawings
 from limner.errors import UserError
 from limner.models.contrastive import CLIP
@@ -262,14 +262,22 @@ class TextToImage:
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, *, device: torch.device | str | None = None, **settings: Any
+        cls,
+        folder: str | Path,
+        *,
+        device: torch.device | str | None = None,
+        adapter: str | Path | None = None,
+        **settings: Any,
     ) -> TextToImage:
         """Read a bundle onto `device` (by default a GPU if available); `settings` are those of `InferenceConfig`.
 
-        Raises `UserError` if a part of the bundle is missing, damaged or inconsistent.
+        `adapter` is the folder of a LoRA adapter of this bundle, which is merged into the prior. Raises `UserError` if
+        a part of the bundle or the adapter is missing, damaged or inconsistent.
         """
         folder = pretrained.find_bundle(folder)
         models, tokenizer, info = bundles.read(folder)
+        if adapter is not None:
+            adapters.merge(models["prior"], adapter, folder / "prior.safetensors")
         try:
             pipe = cls(**models, tokenizer=tokenizer, info=info, inference_config=InferenceConfig(**settings))
         except UserError as error:
@@ -282,6 +290,7 @@ class TextToImage:
 def load(name_or_folder: str | Path = pretrained.DEFAULT, **options: Any) -> TextToImage:
     """Load a bundled model, by name, or any bundle, by folder.
 
-    `options` are `device` and settings of `InferenceConfig`. Raises `UserError` if the model is missing or invalid.
+    `options` are `device`, `adapter` and settings of `InferenceConfig`. Raises `UserError` if the model or the adapter
+    is missing or invalid.
     """
     return TextToImage.from_pretrained(pretrained.resolve_name(name_or_folder), **options)

@@ -40,6 +40,8 @@ class DrawOrEdit(Validated):
     """Number of drawings to keep, the best distinct ones."""
     options: Annotated[GenerationConfig, arg(name="")] = GenerationConfig()
     model: Annotated[str, arg(help=_model_help(), metavar="NAME|FOLDER")] = pretrained.DEFAULT
+    adapter: Annotated[Path | None, arg(metavar="FOLDER")] = None
+    """Folder of a LoRA adapter of the model, such as `limner finetune` writes."""
     output: Annotated[str | None, arg(aliases=("-o",), metavar="FILE|FOLDER")] = None
     """A PNG file (NAME-1.png, NAME-2.png, ... for several) or a folder; by default a file named after the caption."""
     scale: Annotated[int | None, Range(1, 2**14)] = None
@@ -79,7 +81,7 @@ def draw(options: DrawOrEdit, caption: str, prime: Callable[[Any], Any] | None =
 
     if options.svg:
         to_svg(np.zeros((8, 8, 3), np.uint8))  # raises an error without contourpy, before the model draws
-    pipe = _load(options.model, options.engine)
+    pipe = _load(options.model, options.engine, options.adapter)
     enlargement(pipe.size, options.scale)
     prompt_tokens = prime(pipe) if prime else None
     number = max(options.n, options.options.candidates or pipe.defaults.candidates or 16)
@@ -94,16 +96,18 @@ def draw(options: DrawOrEdit, caption: str, prime: Callable[[Any], Any] | None =
         print(f"only {distinct} of {number} candidates differ: a higher --temperature may give more", file=sys.stderr)
 
 
-def _load(model: str, engine: str | None) -> Any:
-    """Load a model with the engine, by default ONNX Runtime if it and the model's ONNX files are there."""
-    if engine != "torch":
+def _load(model: str, engine: str | None, adapter: Path | None) -> Any:
+    """Load a model with the engine, by default ONNX Runtime if the model has ONNX files and no adapter is given."""
+    if adapter and engine == "onnx":
+        raise UserError("ONNX files cannot take an adapter: leave out --engine onnx, or draw with the merged bundle")
+    if engine != "torch" and not adapter:
         from limner.runtime import pipeline
 
         if engine == "onnx" or pipeline.has_graphs(model):
             return pipeline.OnnxPipeline(model)
     from limner.pipeline import load  # imports torch, which takes seconds
 
-    return load(model)
+    return load(model, adapter=adapter)
 
 
 def output_path(options: DrawOrEdit, caption: str) -> Path:

@@ -12,7 +12,8 @@ class Hook:
     """Base class of hooks, whose methods do nothing. Subclasses override the methods they need.
 
     `name`, unique in a run, is the key of the hook's state in checkpoints. Without it the hook keeps its initial state.
-    `saved` names the attributes that are its state: tensors and JSON values.
+    `saved` names the attributes that are its state: tensors and JSON values. `done`, the same on all processes, ends
+    the run after the step in which it becomes True.
     """
 
     saved: ClassVar[tuple[str, ...]] = ()
@@ -20,6 +21,10 @@ class Hook:
     @property
     def name(self) -> str:
         return type(self).__name__
+
+    @property
+    def done(self) -> bool:
+        return False
 
     def before_step(self, run: TrainState) -> None:
         """Called before the forward pass; `run.step` counts the updates done."""

@@ -135,6 +135,11 @@ class _Loop:
     bar: Progress
     saved: Path | None = None
 
+    @property
+    def ended(self) -> bool:
+        """True after the last step."""
+        return self.run.step >= self.run.config.steps or any(hook.done for hook in self.hooks)
+
     def resume(self) -> None:
         """Restore the newest state."""
         run = self.run
@@ -151,15 +156,15 @@ class _Loop:
     def finish_steps(self, log: MetricsLog, signals: Collection[int]) -> None:
         """Run the remaining steps. After a step log, evaluate and save if that is due."""
         run, config = self.run, self.run.config
-        while run.step < config.steps:
+        while not self.ended:
             with span("input"):
                 batch = next(self.stream)
             metrics = update(run, batch, self.hooks)
             self.bar.advance(1)
-            last = run.step == config.steps
-            evaluates = last or bool(config.eval_every and run.step % config.eval_every == 0)
+            evaluates = run.step == config.steps or bool(config.eval_every and run.step % config.eval_every == 0)
             if evaluates or run.step % config.log_every == 0:
                 log.write(self._row(metrics, evaluates))
+            last = self.ended
             if last and run.loss_exploded:
                 raise run.diverged()
             stop = run.parallel.any(bool(signals))

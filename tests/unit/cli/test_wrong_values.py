@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import pytest
 
 from limner import recipes
-from limner.cli import bench, convert, data, demo, draw, edit, evaluate, inspect, main, plan, train
+from limner.cli import bench, convert, data, demo, draw, edit, evaluate, finetune, inspect, main, plan, train
 from limner.config import from_dict, to_dict
 from limner.errors import UserError
 from limner.models.dvae import DVAEConfig
@@ -39,6 +39,7 @@ COMMANDS = {
     "evaluate glyphs RUN DATA": evaluate.options.ScoreGlyphs,
     "evaluate grid RUN DATA -o grid.png": evaluate.options.DrawGrid,
     "inspect underflow RUN DATA": inspect.UnderflowOptions,
+    "finetune scenes DATA --out run": finetune.Finetune,
     "bench": bench.BenchOptions,
     "plan": plan.PlanOptions,
     "convert openai-dvae ENCODER DECODER OUT": convert.OpenAIDVAE,

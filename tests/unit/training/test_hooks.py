@@ -172,3 +172,23 @@ def test_a_hook_logs_what_the_loop_does_not(tmp_path: Path) -> None:
     go(tmp_path, Rates(), model=blocks, config=config)
     rows = [[row[f"lr/{i}"] for i in range(3)] for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert rows == [pytest.approx([0.04 * f, 1e-3 * f, 1e-3 * f]) for f in (0.5, 1.0)]
+
+
+def test_a_hook_that_is_done_ends_the_run_and_a_repeated_call_does_not_continue_it(tmp_path: Path) -> None:
+    class UntilStep3(Hook):
+        saved = ("steps",)
+        steps = 0
+
+        @property
+        def done(self) -> bool:
+            return self.steps >= 3
+
+        def after_update(self, run: TrainState) -> None:
+            self.steps += 1
+
+    config = replace(CONFIG, steps=9)
+    first = go(tmp_path, UntilStep3(), config=config)
+    assert [path.name for path in completed(tmp_path)] == ["step-00000003"]
+    hook = UntilStep3()
+    assert same(first, go(tmp_path, hook, config=config))
+    assert hook.steps == 3

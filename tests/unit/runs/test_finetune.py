@@ -1,0 +1,177 @@
+"""Finetuning learns new pictures, keeps the best step, stops by itself, and resumes bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from limner import pretrained
+from limner.bundles import read_info
+from limner.cli import main
+from limner.errors import UserError
+from limner.evaluation.validation import held_out_metrics
+from limner.pipeline import load
+from limner.progress import Progress
+from limner.runs import finetune as module
+from limner.runs.finetune import PATIENCE, BestStep, FinetuneConfig, MixedStream, finetune
+from limner.runs.ordinary_samples import ORDINARY_SAMPLES, ordinary_captions
+from limner.tasks.captions import parse
+from limner.training.config import TrainConfig
+from limner.training.train_state import TrainState
+from tiny import WORDS, tiny_pipe
+
+CONFIG = FinetuneConfig(rank=4, steps=6, batch_size=4, score_every=2, lr=5e-2)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return tiny_pipe(sharp=3.0).save_pretrained(tmp_path_factory.mktemp("bundles") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    for i in range(3):
+        pixels = np.random.default_rng(i).integers(0, 256, (24, 24, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+        (folder / f"{i}.txt").write_text("a zog above a large blue square")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    path = tmp_path_factory.mktemp("captions") / "captions.txt"
+    path.write_text("\n".join(WORDS) + "\n\n")
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def few_ordinary_samples(monkeypatch):
+    monkeypatch.setattr("limner.runs.ordinary_samples.ORDINARY_SAMPLES", 12)
+    monkeypatch.setattr(module, "SCORED_SAMPLES", 4)
+
+
+def weights(run):
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+def test_a_run_learns_the_new_pictures_and_writes_an_adapter_and_a_bundle(bundle, data, words, tmp_path):
+    best = finetune(bundle, data, tmp_path / "run", CONFIG, words)
+    steps, new, ordinary = zip(*best.scores, strict=True)
+    assert steps == (0, 2, 4, 6)
+    assert best.best_row[1] < new[0] - 0.05
+    assert best.best_row[1] + best.best_row[2] == min(map(sum, zip(new, ordinary, strict=True)))
+    adapted, merged = load(bundle, adapter=tmp_path / "run/adapter").prior, load(tmp_path / "run").prior
+    for name, value in merged.state_dict().items():
+        torch.testing.assert_close(value, adapted.state_dict()[name], rtol=1e-3, atol=1e-3)  # half precision
+    info = read_info(tmp_path / "run")
+    assert (info["name"], info["start"], info["samples"]) == ("run", str(bundle), 3)
+
+
+def test_the_adapter_of_the_best_step_has_its_score(bundle, data, words, tmp_path):
+    best = finetune(bundle, data, tmp_path / "run", CONFIG, words)
+    pipe = load(bundle, adapter=tmp_path / "run/adapter")
+    new = module._encode(pipe, module.open_source(str(data)), tmp_path / "run")
+    measured = held_out_metrics(module.Autoregressive(), new, 64, pipe.device)(pipe.prior, 0)["image"]
+    assert measured == pytest.approx(best.best_row[1], abs=2e-2)  # the run measures in its own precision
+
+
+def test_an_interrupted_run_resumes_bit_for_bit(bundle, data, words, tmp_path, monkeypatch):
+    finetune(bundle, data, tmp_path / "whole", CONFIG, words)
+    with monkeypatch.context() as patch:
+
+        def interrupted(self, run, metrics):
+            if run.step == 4:
+                raise KeyboardInterrupt
+            after_eval(self, run, metrics)
+
+        after_eval = BestStep.after_eval
+        patch.setattr(BestStep, "after_eval", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(bundle, data, tmp_path / "resumed", CONFIG, words)
+    resumed = finetune(bundle, data, tmp_path / "resumed", CONFIG, words)
+    assert [row[0] for row in resumed.scores] == [0, 2, 4, 6]
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "resumed")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_run_with_another_rank_is_refused(bundle, data, words, tmp_path):
+    finetune(bundle, data, tmp_path / "run", FinetuneConfig(steps=1, batch_size=2), words)
+    with pytest.raises(UserError, match="another adapter.rank"):
+        finetune(bundle, data, tmp_path / "run", FinetuneConfig(rank=2, steps=1, batch_size=2), words)
+
+
+def scored(rows):
+    """The hook after evaluations with these scores; step i has the parameter i."""
+    run = TrainState(torch.nn.Linear(1, 1, bias=False), lambda *_: None, TrainConfig(steps=100))
+    best = BestStep(run, lambda model, step: {}, Progress("finetuning"))
+    for new, ordinary in rows:
+        run.step = len(best.scores)
+        torch.nn.init.constant_(run.model.weight, run.step)
+        if best.done:
+            break
+        best.after_eval(run, {"new": new, "ordinary": ordinary})
+    return best, run.model
+
+
+def test_training_ends_after_scores_without_improvement_and_keeps_the_best():
+    rows = [(2.0, 1.0), (1.0, 1.02), (0.5, 1.03), *[(0.4, 1.2)] * 10]
+    best, model = scored(rows)
+    assert best.done
+    assert len(best.scores) == 3 + PATIENCE
+    best.restore()
+    assert model.weight.item() == 2
+    assert best.summary().startswith("learned at step 2, forgetting from step 3; kept step 2: new pictures 2.0000 -> ")
+
+
+def test_a_run_that_forgets_for_a_while_does_not_count_as_forgetting():
+    best, _ = scored([(2.0, 1.0), (1.0, 1.3), (0.5, 1.0)])
+    assert not best.done
+    assert "no forgetting" in best.summary()
+
+
+def test_a_mixed_stream_joins_and_restores_batches():
+    class Rows:
+        def __init__(self, start):
+            self.start = start
+
+        def __len__(self):
+            return 5
+
+        def batch(self, indices, seeds):
+            return {"x": torch.from_numpy(indices + self.start)}
+
+    def stream():
+        return MixedStream(module.Stream(Rows(0), 2), module.Stream(Rows(100), 3))
+
+    first = stream()
+    assert [(x >= 100).item() for x in next(first)["x"]] == [False, False, True, True, True]
+    state, second = first.state_dict(), stream()
+    second.load_state_dict(state)
+    assert torch.equal(next(first)["x"], next(second)["x"])
+
+
+def test_ordinary_captions(monkeypatch, bundle, data, words, tmp_path):
+    assert sorted(ordinary_captions(bundle, words)) == sorted(WORDS * 6)
+    assert ordinary_captions(bundle, str(data)) == ["a zog above a large blue square"] * 12
+    scenes = ordinary_captions(pretrained.ASSETS / "scenes", None)
+    assert len(set(scenes)) == 12
+    assert all(map(parse, scenes))
+    with pytest.raises(UserError, match="name them with --ordinary"):
+        ordinary_captions(bundle, None)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(UserError, match="lacks captions"):
+        ordinary_captions(bundle, str(tmp_path / "empty.txt"))
+    assert ORDINARY_SAMPLES > module.SCORED_SAMPLES
+
+
+def test_the_command_says_what_it_learned_and_how_to_draw(bundle, data, words, tmp_path, capsys):
+    options = ["--rank", "2", "--steps", "2", "--score-every", "1", "--batch-size", "4", "--ordinary", words]
+    assert main(["finetune", str(bundle), str(data), "--out", str(tmp_path / "run"), *options]) == 0
+    printed = capsys.readouterr()
+    assert "kept step" in printed.out
+    assert f"--adapter {tmp_path / 'run' / 'adapter'}" in printed.out
+    assert "reconstructs the new pictures with" in printed.err
+    assert main(["finetune", str(bundle), str(data), "--out", str(tmp_path / "other")]) == 2
+    assert "--ordinary" in capsys.readouterr().err
