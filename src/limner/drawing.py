@@ -190,7 +190,7 @@ def _encode_png(picture: Image.Image, caption: str, model: str, metadata: Mappin
     info.add_text("Software", f"limner {__version__}")
     info.add_itxt("Description", caption)
     info.add_itxt("XML:com.adobe.xmp", xmp_packet(caption, model))
-    return image_bytes(picture, optimize=True, pnginfo=info)
+    return image_bytes(picture, pnginfo=info)
 
 
 def xmp_packet(caption: str, model: str) -> str:

@@ -30,6 +30,8 @@ from limner.validation import SEEDS, InvalidSetting
 
 __all__ = ["Candidates", "Engine", "Job", "OnPreview", "Preview", "Request", "caption_seeds"]
 
+# A request that joins copies all rows of the cache: few wait for others, for at most some steps.
+_JOINING_FRACTION, _MAX_DELAY = 1 / 4, 4  # of the rows; steps
 OnPreview = Callable[["Preview"], object]
 
 
@@ -142,6 +144,7 @@ class Engine:
         self._waiting: OrderedDict[Hashable, deque[_Part]] = OrderedDict()
         self._running: list[_Part] = []
         self._batch = Batch(models.decoder)
+        self._delayed = 0  # steps for which waiting requests have not joined
 
     def submit(self, request: Request) -> Job:
         """Queue a request. `step` draws it, together with others."""
@@ -205,6 +208,11 @@ class Engine:
         if not self._waiting:
             return
         rows, limit, joining = self._batch.size, self.models.max_rows(), list[_Part]()
+        waiting = sum(part.tokens.rows for parts in self._waiting.values() for part in parts)
+        if waiting < rows * _JOINING_FRACTION and self._delayed < _MAX_DELAY:
+            self._delayed += 1
+            return
+        self._delayed = 0
         while self._waiting:
             client, parts = next(iter(self._waiting.items()))
             if rows and rows + parts[0].tokens.rows > limit:

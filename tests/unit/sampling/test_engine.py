@@ -110,3 +110,15 @@ def test_only_the_first_candidates_have_previews(pipe, monkeypatch):
 
     finish(pipe, [submit(pipe, CAPTIONS[0], 5, on_preview=preview, preview_first=3)])
     assert set(seen) == {range(2), range(2, 3)}
+
+
+def test_a_single_request_joins_many_rows_after_a_few_steps(pipe):
+    many = submit(pipe, CAPTIONS[0], 16)
+    pipe.engine.step()
+    one, two = submit(pipe, CAPTIONS[1], 1), submit(pipe, CAPTIONS[2], 1)
+    steps = 0
+    while one.parts[0].generation is None:
+        pipe.engine.step()
+        steps += 1
+    assert 1 < steps <= 5 and two.parts[0].generation is not None  # both have joined at the same time
+    finish(pipe, [many, one, two])
