@@ -48,6 +48,8 @@ def read_coco(folder: str | Path) -> tuple[list[AnnotatedPicture], list[str]]:
     """Return the pictures and the names of the classes; label i is class i - 1. Raises `UserError` if the annotations
     are missing or malformed."""
     folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: name one with COCO's annotations.json and its pictures")
     path = folder / "annotations.json"
     if not path.exists():
         files = sorted(folder.glob("*.json"))

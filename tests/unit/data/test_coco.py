@@ -146,3 +146,8 @@ def test_a_picture_without_boxes_stays():
     image, boxes = np.zeros((10, 10, 3), np.uint8), np.zeros((0, 4), np.float32)
     result, moved, kept = box_augment.zoom_in(image, boxes, np.random.default_rng(0))
     assert result is image and moved.shape == (0, 4) and len(kept) == 0
+
+
+def test_a_missing_folder_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match="is not a folder: name one with"):
+        read_coco(tmp_path / "missing")

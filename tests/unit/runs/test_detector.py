@@ -97,7 +97,7 @@ def test_evaluation_counts_what_the_detector_returns(monkeypatch, tmp_path):
     [
         (["scenes", "--layout", "ssdlite320"], "scenes cannot have 320 pixels"),
         (["scenes", "--layout", "ssd"], "unknown layout 'ssd': did you mean"),
-        (["nothing-here"], "0 JSON files"),
+        (["nothing-here"], "is not a folder"),
         (["scenes", "--training.batch-size", "1"], "batch normalization needs at least 2 pictures"),
     ],
 )
