@@ -111,7 +111,9 @@ def limit_steps(recipe: Recipe, out: Path, max_seconds: float = _MAX_TRAINING_SE
     """
     path = out / "steps.json"
     if not (steps := read_numbers(path)).keys() >= {*_SHORTENED_STAGES}:
-        write_json(path, steps := affordable_steps(recipe, max_seconds))
+        affordable = affordable_steps(recipe, max_seconds)
+        steps = {name: min(getattr(recipe, name).training.steps, int(n)) for name, n in affordable.items()}
+        write_json(path, steps)
     stages: dict[str, Any] = {}
     for name in _SHORTENED_STAGES:
         stage = getattr(recipe, name)
