@@ -9,7 +9,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import OutputFile, Writable
-from limner.errors import escape_control
+from limner.cli.evaluate.output import write_file
 from limner.progress import progress
 from limner.validation import Range, Validated
 
@@ -49,8 +49,5 @@ def overlap(options: FindOverlap) -> None:
         found = compare(sources[0], sources[1], bar.advance)
     result = found.result(options.threshold)
     print(result.table())
-    if options.page:
-        print(f"written: {escape_control(save_page(options.page, 'overlap', found.page(options.threshold)))}")
-    if options.output:
-        save_results(options.output, [result])
-        print(f"written: {escape_control(options.output)}")
+    write_file(options.page, lambda path: save_page(path, "overlap", found.page(options.threshold)))
+    write_file(options.output, lambda path: save_results(path, [result]))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import arg
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
     options = parse(Serve, argv, "limner serve")
     try:
         import python_multipart  # noqa: F401  (FastAPI reads forms with it)
-        import uvicorn
+        import uvicorn  # noqa: F401
 
         from limner.serve.security import hash_key, new_key, read_keys
     except ModuleNotFoundError as error:
@@ -66,8 +66,15 @@ def main(argv: Sequence[str]) -> None:
 
     pipes = {Path(name).name or name: load(name) for name in options.model}
     app = create_app(pipes, keys=keys, max_requests=options.max_requests, timeout=options.timeout)
+    run_server(app, options.host, options.port)
+
+
+def run_server(app: Any, host: str, port: int) -> None:
+    """Serve an application until the process is interrupted. Exit with code 2 if it cannot start."""
+    import uvicorn
+
     config = uvicorn.Config(
-        app, options.host, options.port, log_config=LOG_CONFIG, access_log=False, server_header=False,
+        app, host, port, log_config=_LOG, access_log=False, server_header=False,
         timeout_graceful_shutdown=_DRAIN_SECONDS,
     )  # fmt: skip
     server = uvicorn.Server(config)
@@ -83,7 +90,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-LOG_CONFIG = {
+_LOG = {
     "version": 1,
     "disable_existing_loggers": False,
     "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(message)s"}},

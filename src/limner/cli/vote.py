@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import Writable, parse
+from limner.cli.serve import run_server
 from limner.errors import UserError
 from limner.validation import Range, Validated
 
@@ -37,12 +37,11 @@ def main(argv: Sequence[str]) -> None:
     """Serve the page until the process is interrupted."""
     options = parse(VoteOptions, argv, "limner vote")
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401
 
         from limner.serve.vote import create_app, find_pairs
     except ModuleNotFoundError as error:
         raise UserError(f"limner vote needs {error.name}: run pip install 'limner[serve]'") from None
-    from limner.cli.serve import LOG_CONFIG
     from limner.evaluation.votes import VoteStore
 
     for folder in options.folders:
@@ -51,8 +50,4 @@ def main(argv: Sequence[str]) -> None:
     pairs = find_pairs(options.folders)
     app = create_app(pairs, VoteStore(options.votes), options.voters)
     print(f"{len(pairs)} pairs; results: limner evaluate votes {options.votes}")
-    config = uvicorn.Config(app, port=options.port, log_config=LOG_CONFIG, access_log=False, server_header=False)
-    server = uvicorn.Server(config)
-    server.run()
-    if not server.started:
-        sys.exit(2)
+    run_server(app, "127.0.0.1", options.port)
