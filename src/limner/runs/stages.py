@@ -27,6 +27,7 @@ from limner.models.patch_dvae import KMEANS_ITERS
 from limner.models.transformer import Transformer
 from limner.numerics.seeding import fold_in
 from limner.optim.dtensor import full_tensor, is_dtensor, shard_like
+from limner.optim.schedules import Anneal
 from limner.pipeline import load
 from limner.progress import progress
 from limner.recipes.recipe import STAGE_TITLES, Recipe, Stage, resolve
@@ -142,11 +143,12 @@ class StageTrainer:
             return held_out_metrics(objective, self.dataset(name, held_out), _EVALUATION_BATCH[name], self.device)
         source = held_out if len(held_out) else self.run_data.train
         pixels = self.run_data.evaluation_pictures(source, self.resolved.models[name].size).to(self.device)
-        tau = getattr(objective, "tau", None)  # of relaxed codes
+        tau = getattr(objective, "tau", None)
+        relaxes = isinstance(tau, Anneal)  # codes, at the temperature of the step
 
         def evaluate(model: Any, step: int) -> Mapping[str, float]:
             metrics = codebook_metrics(model, pixels)
-            return metrics if tau is None else metrics | relaxation_gap(model, pixels, tau(step), metrics["psnr"])
+            return metrics | relaxation_gap(model, pixels, tau(step), metrics["psnr"]) if relaxes else metrics
 
         return evaluate
 

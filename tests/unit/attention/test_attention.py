@@ -26,7 +26,7 @@ def sees(kind: str, back: int, width: int, kernel: int) -> bool:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    kind=st.sampled_from(sorted(PATTERNS)),
+    kind=st.sampled_from(["row", "column", "conv", "dense"]),
     grid=st.tuples(st.integers(1, 7), st.integers(1, 7)),
     prefix=st.integers(0, 5),
     kernel=st.sampled_from([1, 3, 5, 11]),

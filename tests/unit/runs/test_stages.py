@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,9 +17,10 @@ from limner.config import load_json, save_json
 from limner.errors import UserError
 from limner.evaluation.zero_shot import evaluate, scene_task
 from limner.models.contrastive import CLIPConfig
-from limner.models.dvae import DVAEConfig
+from limner.models.dvae import DVAEConfig, map_pixels
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
+from limner.objectives.elbo import gumbel_softmax
 from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.optim.optimizers import AdamWConfig, StableAdamWConfig
 from limner.optim.schedules import Cosine
@@ -162,6 +163,24 @@ def test_only_the_prior_has_the_recipes_compression(data, tmp_path):
     for name in ("dvae", "prior", "contrastive"):
         trainer.model(name)
     assert len(ranks) == 3 and {name for name, rank in ranks.items() if rank == 8} == {"Transformer"}
+
+
+def test_an_objective_may_have_a_constant_temperature(data, tmp_path):
+    """Relaxed pictures are evaluated for temperatures that change with the step, which the gap shows too high."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class AbsoluteError:
+        tau: float = 0.5
+
+        def __call__(self, model, batch, step, generator):
+            mu, _ = model.decode(gumbel_softmax(model.encode(batch["pixels"]), self.tau, generator))
+            return (mu.sigmoid() - map_pixels(batch["pixels"])).abs().mean(), {}
+
+    recipe = with_steps(tiny_recipe(), 2)
+    recipe = replace(recipe, dvae=replace(recipe.dvae, objective=AbsoluteError()))
+    StageTrainer(RunData.open(recipe, data, tmp_path / "run"), ("dvae",)).model("dvae")
+    last = read_metrics(tmp_path / "run/dvae/metrics.jsonl")[-1]
+    assert "eval/psnr" in last and "eval/gap" not in last
 
 
 def test_only_trained_stages_need_the_settings_of_the_start(data, tmp_path):
