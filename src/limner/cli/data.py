@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -21,6 +21,10 @@ from limner.tasks.build_glyphs import GlyphDataSettings, write_glyphs
 from limner.tasks.build_icons import IconDataSettings, write_icons
 from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from limner.validation import Range, Validated
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
 
 
 def main(argv: Sequence[str]) -> None:
@@ -209,6 +213,8 @@ class Show(Validated):
     """Number of captions to print."""
     output: OutputPNG = None
     """Write the samples of these captions as a contact sheet (PNG)."""
+    augment: Literal["dvae", "prior"] | None = None
+    """Show four augmented versions of each sample next to it: Listing 1, of the dVAE, or Listing 2, of the prior."""
 
 
 def show(options: Show) -> None:
@@ -231,19 +237,32 @@ def show(options: Show) -> None:
                 with decoded(sample.image) as picture:
                     size = "{1} x {0}".format(*picture.shape)
                     thumbnail = Image.fromarray(picture) if i in shown else None
+                    versions = _augmented(picture, options.augment) if i in shown and options.augment else []
             except Rejected as defect:
                 rejected[defect.reason] += 1
             else:
                 splits[sample.meta.get("split", "no split")] += 1
                 if thumbnail:
                     thumbnail.thumbnail((256, 256))
-                    rows.append(SheetRow(caption=sample.captions[0], pictures=[(thumbnail, size)]))
+                    rows.append(SheetRow(caption=sample.captions[0], pictures=[(thumbnail, size), *versions]))
             bar.advance(1)
     _print_counts(options.source, splits.total(), rejected, splits)
     for row in rows:
         print(f"  {row.pictures[0][1]:>11}  {escape_control(row.caption)}")
     if options.output and rows:
-        print(f"written: {escape_control(save_png(contact_sheet(rows, columns=4), options.output))}")
+        columns = 1 if options.augment else 4
+        print(f"written: {escape_control(save_png(contact_sheet(rows, columns), options.output))}")
+
+
+def _augmented(picture: np.ndarray, name: str) -> list[tuple[Image.Image, str]]:
+    """Return four augmented versions of uint8 [H, W, 3], as large as a contact sheet shows them, with labels."""
+    import numpy as np
+    from PIL import Image
+
+    from limner.data.augment import get_augment
+
+    augment, rng = get_augment(name)[0], np.random.default_rng(0)
+    return [(Image.fromarray(augment(picture, 144, rng)), f"{name}, {i + 1}") for i in range(4)]
 
 
 def _print_summary(source: object, summary: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Run a recipe: tokenizer, dVAE, prior, contrastive model, bundle.
 
-    RUN/recipe.json   RUN/tokenizer.json   RUN/dvae/   RUN/tokens/   RUN/prior/   RUN/contrastive/   RUN/bundle/
+    RUN/recipe.json   RUN/environment.yml   RUN/tokenizer.json
+    RUN/dvae/   RUN/tokens/   RUN/prior/   RUN/contrastive/   RUN/bundle/
 
 A finished stage is loaded and an interrupted stage resumes, so repeating the command after Ctrl-C or a crash
 continues the run.
@@ -15,13 +16,14 @@ from typing import get_args
 
 import torch
 
-from limner.atomic_io import exclusive_lock
+from limner.atomic_io import atomic_write_text, exclusive_lock
 from limner.config import save_json, to_dict
 from limner.data.stream import per_rank_batch_size
 from limner.errors import UserError
 from limner.json_files import read_mapping
 from limner.pipeline import TextToImage
 from limner.recipes.recipe import STAGE_TITLES, Recipe, ResolvedRecipe, Stage
+from limner.runs.environment import environment_file
 from limner.runs.parallel_stage import contrastive_in_parallel, trains_in_parallel
 from limner.runs.run_data import RunData
 from limner.runs.stages import StageHooks, StageTrainer
@@ -57,6 +59,8 @@ def train_all(
         with parallel.main_first():
             if parallel.is_main:
                 save_json(recipe, out / "recipe.json")
+                if not (environment := out / "environment.yml").exists():
+                    atomic_write_text(environment, environment_file())
             attribution = run_data.save_attribution()
             if on_start and parallel.is_main:
                 on_start(resolved, selected)

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from limner.cli.data import main
+from limner.errors import UserError
 from limner.runs.run_data import RunData
 
 
@@ -53,3 +54,15 @@ def test_names_that_are_not_utf8_are_reported(folder, capsys):
     folder.rename(odd)
     main(["show", str(odd), "--captions", "0"])
     assert capsys.readouterr().out.splitlines()[0].endswith("odd \\udcff")
+
+
+@pytest.mark.parametrize("name", ["dvae", "prior"])
+def test_show_draws_a_gallery_of_an_augmentation(name, folder, tmp_path, capsys):
+    main(["show", str(folder), "--captions", "2", "--augment", name, "-o", str(tmp_path / "gallery.png")])
+    gallery = Image.open(tmp_path / "gallery.png").convert("RGB")
+    assert gallery.width == 5 * (144 + 12) + 12  # the sample and four versions
+    for i in range(5):
+        assert gallery.getpixel((12 + i * 156 + 72, 12 + 38 + 72)) == (255, 0, 0)
+    assert "written: " in capsys.readouterr().out
+    with pytest.raises(UserError, match="augment"):
+        main(["show", str(folder), "--augment", "flip"])
