@@ -217,10 +217,11 @@ EVALUATIONS = {
     "composition": ([*SCORED, "--objects", 1, "--mosaic", "drawn.png"], "written: drawn.png"),
     "pairs": (["--pairs", 3, "--candidates", 2], "best of 2"),
     "reconstruction": (["--count", 4], "4 unseen pictures"),
+    "all": ([*SCORED, "--page", "all.html"], "\nzero-shot\n"),
 }
 
 
-@pytest.mark.parametrize("kind", EVALUATIONS)
+@pytest.mark.parametrize("kind", [*list(EVALUATIONS)[:3], pytest.param("all", marks=pytest.mark.slow)])
 def test_evaluate_prints_a_table_and_writes_its_numbers_for_the_bundles_card(kind, bundle, tmp_path):
     options, says = EVALUATIONS[kind]
     code, out, err = limner("evaluate", kind, bundle, *options, "-o", "scores.json", cwd=tmp_path)
@@ -233,6 +234,9 @@ def test_evaluate_prints_a_table_and_writes_its_numbers_for_the_bundles_card(kin
     else:
         number = found["results"][0]["rows"]["any candidate"]["right"]["total"]
         assert number == 3
+    if kind == "all":
+        page = (tmp_path / "all.html").read_text()
+        assert page.count("<h2>") == 5 and page.count("data:image/png") == 2 * (3 + 1)  # drawings and originals
     if kind == "composition":
         assert Image.open(tmp_path / "drawn.png").width > 3 * 2 * 144  # a drawing and a real scene of each
     code, out, err = limner("bundle", bundle, "packed", "--about", "Tiny.", "--scores", "scores.json", cwd=tmp_path)

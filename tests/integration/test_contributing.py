@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from copy import deepcopy
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ import limner.cli
 from limner.attention.attention import attend, attention_mask
 from limner.attention.patterns import PATTERNS
 from limner.attention.sparse import SparseAttention
+from limner.cli.evaluate import EVALUATIONS
 from limner.config import from_dict
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.open_source import READERS
@@ -34,9 +36,9 @@ from tiny import tiny_pipe
 
 SOURCE = Path(limner.__path__[0]).parent
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-PATTERN, READER, OBJECTIVE, LOOP, CHOICE, TOKENIZER, PRIOR, PRECISION, REDUCER, PARALLEL, METRIC, COMMAND, LINE = (
-    re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
-)
+EXAMPLES = iter(re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S))
+PATTERN, READER, OBJECTIVE, LOOP, CHOICE, TOKENIZER, PRIOR, PRECISION, REDUCER, PARALLEL = islice(EXAMPLES, 10)
+METRIC, EVALUATION, COMMAND, LINE = EXAMPLES
 
 
 def test_a_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +187,17 @@ def test_a_metric_and_an_extractor(monkeypatch: pytest.MonkeyPatch) -> None:
     dark, light = (extract(color, [torch.full((10, 3, 8, 8), value, dtype=torch.uint8)])[0] for value in (10, 30))
     found = compare(dark, light, color.name, torch.tensor([[1.0] * 10, [10.0] + [0.0] * 9]))
     assert found["mean[color]"].tolist() == pytest.approx([20 * 3**0.5] * 2)
+
+
+def test_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(EVALUATIONS, "brightness", None)
+    monkeypatch.setitem(sys.modules, "example", module := ModuleType("example"))
+    exec(EVALUATION, vars(module))
+    bundle, page = tiny_pipe().save_pretrained(tmp_path / "tiny"), tmp_path / "page.html"
+    assert limner.cli.main(["evaluate", "brightness", str(bundle), "red", "--page", str(page)]) == 0
+    assert re.search(r"^tiny\nred\n.*^brightness +\d+\.\d\d \(", capsys.readouterr().out, re.M | re.S)
+    text = page.read_text()
+    assert "<td>brightness</td>" in text and "limner evaluate brightness" in text
 
 
 def test_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,7 +155,7 @@ def run_subcommand(prog: str, functions: Iterable[Callable[[Any], None]], argv: 
     """
     from limner.cli.arguments import parse
 
-    commands = {function.__name__.replace("_", "-"): function for function in functions}
+    commands = {function.__name__.rstrip("_").replace("_", "-"): function for function in functions}
     if argv and argv[0] not in ("-h", "--help"):
         name = validate_choice(argv[0], list(commands), prog.split()[-1] + " command")
         commands[name](parse(get_type_hints(commands[name])["options"], argv[1:], f"{prog} {name}"))

@@ -18,6 +18,7 @@ Shapes: B captions, K values of N, P candidates, N drawings, U distinct winners,
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from limner.evaluation.confidence import TEST_SEEDS_FROM, Estimate, wilson
 from limner.evaluation.features import FeatureExtractor, concatenate, extract
 from limner.evaluation.generate_batches import generate_batches
 from limner.evaluation.overlap import read_seen
+from limner.evaluation.report import chart
 from limner.evaluation.result import EvalResult
 from limner.metrics.features import Features
 from limner.metrics.fidelity import compare
@@ -163,7 +165,8 @@ def evaluate(
 
 
 def summary(results: Sequence[EvalResult]) -> EvalResult:
-    """Return one table of several conditions, with a column for each metric."""
+    """Return one table of several conditions, with a column for each metric, and curves over N and the blur radius
+    (Figure 9). Its cases are the results."""
     rows = {
         f"best of {result.settings['best_of']:,}, blur {result.settings['blur']:g}": {
             name.partition("[")[0]: row["drawings"] for name, row in result.rows.items()
@@ -172,7 +175,24 @@ def summary(results: Sequence[EvalResult]) -> EvalResult:
     }
     first = results[0].settings
     title = f"{first['captions']:,} drawings and {first['real']:,} real pictures, features of {first['extractor']}"
-    return EvalResult(title=title, rows=rows)
+    charts = [*_charts(results, "blur", "radius"), *_charts(results, "best_of", "log2 N")]
+    cases = [result.to_dict() for result in results]
+    return EvalResult(title=title, rows=rows, cases=cases, settings=first, charts=charts)
+
+
+def _charts(results: Sequence[EvalResult], setting: str, label: str) -> list[str]:
+    """Return a chart of each metric over a setting, at the first value of the other one."""
+    other = "best_of" if setting == "blur" else "blur"
+    chosen = [result for result in results if result.settings[other] == results[0].settings[other]]
+    charts = []
+    for name in chosen[0].rows if len(chosen) > 1 else ():
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for result in chosen:
+            x = math.log2(result.settings[setting]) if setting == "best_of" else result.settings[setting]
+            for column, estimate in result.rows[name].items():
+                curves.setdefault(column, []).append((x, estimate.value))
+        charts.append(chart(name, curves, label))
+    return charts
 
 
 class _Winners(NamedTuple):

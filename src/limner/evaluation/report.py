@@ -156,6 +156,10 @@ article h3 { margin: 0 0 .6rem; font-size: 1.05rem }
 img { image-rendering: pixelated; border-radius: 4px; display: block }
 .strip { display: flex; flex-wrap: wrap; gap: 4px; margin-top: .8rem } .strip img { border: 2px solid transparent }
 .strip img.chosen { border-color: var(--c0) } .strip img.right { border-bottom-color: var(--good) }
+.sheet, .scroll + .charts { margin-top: .8rem }
+.sheet { display: flex; flex-wrap: wrap; gap: 1rem } .sheet article { margin: 0 } .scroll { overflow-x: auto }
+pre { overflow-x: auto; background: var(--card); padding: .6rem } details { margin-top: .6rem }
+@media print { article, tr { break-inside: avoid } }
 table { border-collapse: collapse; font-size: .92rem } td, th { text-align: left; padding: .25rem 1rem .25rem 0;
   border-bottom: 1px solid var(--line); vertical-align: top } td { font-variant-numeric: tabular-nums }
 .charts { display: flex; flex-wrap: wrap; gap: 1rem } .chart { max-width: 100%; height: auto; background: var(--card);

@@ -29,6 +29,7 @@ class EvalResult:
         cases: JSON values of each case.
         settings: of the evaluation.
         sheet: pictures for a contact sheet.
+        charts: curves for a page, inline SVG.
     """
 
     title: str
@@ -36,6 +37,7 @@ class EvalResult:
     cases: Sequence[Mapping[str, Any]] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     sheet: Sequence[SheetRow] = ()
+    charts: Sequence[str] = ()
 
     def table(self) -> str:
         """Format the table; the first column has intervals."""

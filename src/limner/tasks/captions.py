@@ -101,6 +101,13 @@ def spatial_relations(a: SceneObject, b: SceneObject) -> list[Relation]:
     return [relation for relation, gap in gaps.items() if gap >= 0]
 
 
+def center_relations(a: SceneObject, b: SceneObject) -> list[Relation]:
+    """Return the relations of a to b by their centers, which a drawing has to show."""
+    (ax, ay), (bx, by) = a.center, b.center
+    gaps: dict[Relation, float] = {"above": by - ay, "below": ay - by, "left of": bx - ax, "right of": ax - bx}
+    return [relation for relation, gap in gaps.items() if gap >= _RELATION_MARGIN]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParsedCaption:
     """The content of a caption. `attributes` are (size, fill, color, shape) of each object; an unnamed size is None."""
@@ -121,9 +128,7 @@ class ParsedCaption:
                 return False
         if self.relation is None:
             return True
-        (ax, ay), (bx, by) = objects[0].center, objects[1].center
-        gap = {"above": by - ay, "below": ay - by, "left of": bx - ax, "right of": ax - bx}[self.relation]
-        return gap >= _RELATION_MARGIN
+        return self.relation in center_relations(*objects[:2])
 
 
 def parse(caption: str) -> ParsedCaption | None:

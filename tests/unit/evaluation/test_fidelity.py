@@ -154,8 +154,9 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(pipe, data, tmp_p
     assert "best of 2, blur 1" in out and "12 drawings and 12 real pictures, features of clip:tiny/24" in out
     assert "12 pictures are few for 8 features" in err
     saved = json.loads((tmp_path / "scores.json").read_text())
-    assert len(saved["results"]) == 4 and saved["results"][0]["settings"]["extractor"] == "clip:tiny/24"
-    assert {"value", "low", "high"} <= set(saved["results"][0]["rows"]["kid[clip:tiny/24]"]["drawings"])
+    (summary,) = saved["results"]
+    assert len(summary["cases"]) == 4 and summary["settings"]["extractor"] == "clip:tiny/24"
+    assert {"value", "low", "high"} <= set(summary["cases"][0]["rows"]["kid[clip:tiny/24]"]["drawings"])
     page = (tmp_path / "page.html").read_text()
     assert page.count("<svg") == 2 * 7 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
     assert main(["evaluate", "fidelity", bundle, str(data), "--captions", "3", "--extractor", "clip"]) == 2

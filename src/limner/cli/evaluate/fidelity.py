@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from limner.cli.evaluate.options import ScoreFidelity
-from limner.cli.evaluate.output import write_file, write_results
-from limner.errors import UserError, escape_control
+from limner.cli.evaluate.output import Evaluated
+from limner.errors import UserError
 from limner.progress import progress
 
 
-def fidelity(options: ScoreFidelity) -> None:
+def fidelity(options: ScoreFidelity) -> Evaluated:
     """how close are drawings to real pictures (KID, FID and others)?"""
     from limner.data.open_source import open_source
     from limner.evaluation.features import open_extractor
     from limner.evaluation.fidelity import FidelitySettings, evaluate, fidelity_task, summary
-    from limner.evaluation.fidelity_page import save_fidelity_page
     from limner.pipeline import load
     from limner.tasks.captions import parse, parse_pair
     from limner.tasks.verify import satisfies
@@ -31,7 +28,4 @@ def fidelity(options: ScoreFidelity) -> None:
     checker = satisfies if all(parse(caption) or parse_pair(caption) for caption in task.captions) else None
     with progress("drawing and comparing", len(task.captions) * max(options.best_of), unit="drawing") as bar:
         results = evaluate(pipe, extractor, task, settings, check_picture=checker, progress=bar.advance)
-    table = results[0] if len(results) == 1 else summary(results)
-    print(f"{escape_control(pipe.name)}, {task.split}\n{table.table()}")
-    write_file(options.page, partial(save_fidelity_page, results=results))
-    write_results(options, results, model=pipe.name)
+    return Evaluated(model=pipe.name, about=task.split, results=results if len(results) == 1 else [summary(results)])

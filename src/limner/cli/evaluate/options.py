@@ -37,6 +37,23 @@ class ScoreOptions(Options):
 
     output: OutputFile = None
     """Write all results as JSON."""
+    page: Annotated[Path | None, Writable("file")] = None
+    """Write an HTML page with tables, curves and drawings, in one file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreAll(ScoreOptions):
+    """Measure a model: all evaluations that need no more than new scenes (`composition`, `pairs`, `reconstruction`,
+    `zero-shot`), or with --data those on any data set (`reconstruction`, `fidelity`).
+    """
+
+    model: Positional[str] = "scenes"
+    data: Annotated[str | None, arg(metavar="DATA")] = None
+    """A data set with captions, for a model that does not draw scenes."""
+    captions: Count = 1_000
+    """Number of captions to draw, and of pictures; a quarter as many pairs."""
+    candidates: Annotated[int, CANDIDATES] = 16
+    """Candidates per caption, of which the one with the best score counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +93,20 @@ class ScorePairs(SceneOptions):
     """Number of pairs to draw."""
     candidates: Annotated[int, CANDIDATES] = 16
     """Candidates per pair, of which the likeliest under the prior counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreGenEval(SceneOptions):
+    """Draw prompts of GenEval's six tasks with the objects of scenes, and judge the best four drawings of each by the
+    scene parser. Only what a task is about is judged, such as the colors of two objects. Intervals are 95%, over
+    prompts."""
+
+    prompts: Count = 600
+    """Number of prompts, six tasks in turn."""
+    candidates: Annotated[int, Range(4), CANDIDATES] = 16
+    """Candidates per prompt, of which the best four are judged."""
+    folder: Annotated[Path | None, arg(metavar="FOLDER"), Writable("folder")] = None
+    """Write the drawings in GenEval's layout: `00000/metadata.jsonl` and `00000/samples/00000.png`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +162,6 @@ class ScoreFidelity(ScoreOptions):
     """Compare with as many pictures of other captions, or with all pictures as papers do."""
     without: Annotated[Path | None, arg(metavar="FILE")] = None
     """Leave out pictures that training has seen, by a file of `limner data overlap DATA -o FILE`."""
-    page: Annotated[Path | None, Writable("file")] = None
-    """Write an HTML page with tables, and curves over several numbers or radii."""
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
 
 

@@ -1,23 +1,63 @@
-"""Files that the commands of `limner evaluate` write."""
+"""Output of the commands of `limner evaluate`: tables, JSON, a page."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from limner.cli.evaluate.options import ScoreOptions
 from limner.errors import escape_control
 
 if TYPE_CHECKING:
     from limner.evaluation.result import EvalResult
 
 
-def write_results(options: ScoreOptions, results: Sequence[EvalResult], **more: Any) -> None:
-    """Write the results and `more` values to the file that the options name, if they name one."""
-    from limner.evaluation.result import save_results
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """Results of an evaluation.
 
-    write_file(options.output, lambda path: save_results(path, results, **more))
+    Attributes:
+        model: name of the model.
+        about: what all results have in common, such as the split.
+        results: may be computed while they are iterated over.
+        more: further JSON values.
+    """
+
+    model: str
+    about: str = ""
+    results: Iterable[EvalResult]
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def show(self) -> list[EvalResult]:
+        """Print the tables, each as soon as it is computed, and return the results."""
+        shown = []
+        for result in self.results:
+            if not shown:
+                print(escape_control(", ".join(filter(None, (self.model, self.about)))))
+            print(result.table())
+            shown.append(result)
+        return shown
+
+
+Shown = Mapping[str, tuple[Evaluated, Sequence["EvalResult"]]]  # by name
+
+
+def write_reports(output: Path | None, page: Path | None, shown: Shown, argv: Sequence[str]) -> None:
+    """Write the results of evaluations as JSON and as a page, if there is a path for it. `argv` computed them."""
+    model = next(iter(shown.values()))[0].model
+    if page:
+        from limner.evaluation.results_page import Section, save_results_page
+
+        sections = [Section(name, evaluated.about, results) for name, (evaluated, results) in shown.items()]
+        write_file(page, lambda path: save_results_page(path, model, sections, shlex.join(argv)))
+    if output:
+        from limner.evaluation.result import save_results
+
+        results = [result for _, part in shown.values() for result in part]
+        more = {key: value for evaluated, _ in shown.values() for key, value in evaluated.more.items()}
+        write_file(output, lambda path: save_results(path, results, **more, model=model))
 
 
 def write_file(path: Path | None, save: Callable[[Path], object]) -> None:

@@ -1,0 +1,185 @@
+"""Commands of `limner evaluate` that evaluate models on new scenes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from limner.cli.evaluate.options import (
+    ScoreAll,
+    ScoreComposition,
+    ScoreDetector,
+    ScoreGenEval,
+    ScorePairs,
+    ScoreReconstruction,
+    ScoreZeroShot,
+)
+from limner.cli.evaluate.output import Evaluated, write_file
+from limner.errors import UserError
+from limner.progress import progress
+
+if TYPE_CHECKING:
+    from limner.evaluation.composition import CaptionCase
+    from limner.evaluation.report import SheetRow
+    from limner.evaluation.result import EvalResult
+    from limner.pipeline import TextToImage
+    from limner.tasks.scenes import Scene, ScenePair
+
+_SHEET_CAPTIONS = 8
+
+
+def composition(options: ScoreComposition) -> Evaluated:
+    """do drawings of scenes show what their captions say?"""
+    if not options.objects:
+        raise UserError("--objects needs at least one number from 1 to 4")
+    from limner.evaluation.composition import sample_captions, scene_cases
+
+    pipe = _load_scene_model(options.model)
+    captions = sample_captions(options.split, options.objects, options.captions, options.seed)
+    results = _score(pipe, scene_cases(captions), captions, options)
+    if options.mosaic:
+        from limner.evaluation.report import contact_sheet, save_png
+
+        rows = results[0].sheet
+        write_file(options.mosaic, partial(save_png, contact_sheet(rows, columns=min(4, len(rows)))))
+    return Evaluated(model=pipe.name, about=f"{options.split} combinations", results=results)
+
+
+def pairs(options: ScorePairs) -> Evaluated:
+    """given the upper half, does the lower half match the caption?"""
+    from limner.evaluation.composition import pair_cases, sample_pairs
+
+    pipe = _load_scene_model(options.model)
+    samples = sample_pairs(options.split, options.pairs, options.seed)
+    results = _score(pipe, pair_cases(pipe, samples), samples, options)
+    return Evaluated(model=pipe.name, about=f"{options.split} combinations", results=results)
+
+
+def _score(
+    pipe: TextToImage,
+    cases: Sequence[CaptionCase],
+    originals: Sequence[tuple[str, Scene | ScenePair]],
+    options: ScoreComposition | ScorePairs,
+) -> list[EvalResult]:
+    """Draw and check all cases. The first result has drawings of the first captions next to the originals."""
+    from limner.evaluation.composition import CompositionSettings, score
+    from limner.evaluation.scene_sheet import SceneSample
+
+    settings = CompositionSettings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
+    rows: list[SheetRow] = []
+
+    def keep_first(i: int, *drawn: Any) -> None:
+        if i < _SHEET_CAPTIONS:
+            rows.append(SceneSample(*originals[i], *drawn).sheet_row())
+
+    with progress("drawing and checking", len(cases) * options.candidates, unit="drawing") as bar:
+        first, *others = score(pipe, cases, settings, progress=bar.advance, on_drawn=keep_first)
+    return [replace(first, sheet=rows), *others]
+
+
+def geneval(options: ScoreGenEval) -> Evaluated:
+    """GenEval's tasks: objects, counting, colors, position, attribute binding"""
+    from limner.evaluation.geneval import evaluate, sample_prompts
+
+    pipe = _load_scene_model(options.model)
+    prompts = sample_prompts(options.prompts, options.seed, options.split)
+    with progress("drawing and checking", len(prompts) * options.candidates, unit="drawing") as bar:
+        result = evaluate(
+            pipe, prompts, candidates=options.candidates, seed=options.seed, sampler=options.sampler,
+            folder=options.folder, progress=bar.advance,
+        )  # fmt: skip
+    return Evaluated(model=pipe.name, about=f"{options.split} combinations", results=[result])
+
+
+def reconstruction(options: ScoreReconstruction) -> Evaluated:
+    """how well does the dVAE reconstruct unseen pictures?"""
+    import numpy as np
+
+    from limner.data.datasets import ImageCaptionDataset
+    from limner.data.open_source import open_source
+    from limner.evaluation.reconstruction import confusions, fresh_scenes, measure, single_objects
+    from limner.pipeline import load
+
+    pipe = load(options.model)
+    size, singles = pipe.dvae.config.size, []
+    if options.data is None:
+        _require_scenes(size, "add --data")
+        singles = single_objects(options.seed)
+        split = None if options.split == "both" else options.split
+        pictures = fresh_scenes(options.count, options.seed, split, size)
+    else:
+        source = open_source(options.data, split="held-out")
+        indices = np.linspace(0, len(source) - 1, min(len(source), options.count)).astype(int)
+        pictures = ImageCaptionDataset(source, size).load(indices)[1]
+        if not len(pictures):
+            raise UserError(f"{options.data} lacks readable held-out pictures: inspect it with `limner data show`")
+    with progress("reconstructing", len(pictures) + len(singles), unit="picture") as bar:
+        results = [measure(pipe.dvae, pictures, check_scenes=options.data is None, progress=bar.advance)]
+        if singles:
+            results.append(confusions(pipe.dvae, singles, bar.advance))
+    return Evaluated(model=pipe.name, results=results)
+
+
+def zero_shot(options: ScoreZeroShot) -> Evaluated:
+    """does the contrastive model recognize classes by name?"""
+    from limner.data.open_source import open_source
+    from limner.evaluation.zero_shot import dataset_task, evaluate, scene_task
+    from limner.runs.stages import load_reranker
+
+    model, tokenizer, name = load_reranker(options.model)
+    size = model.config.size
+    if options.data is None:
+        _require_scenes(size, "add --data")
+        task = scene_task(options.count, size, options.split, options.seed)
+    else:
+        task = dataset_task(open_source(options.data), size, options.split, options.count, options.seed)
+    total = len(task.names) * len(task.prompts) + len(task.labels)
+    with progress("classifying prompts and pictures", total, unit="text or picture") as bar:
+        result = evaluate(model, tokenizer, task, bar.advance)
+    return Evaluated(model=name, about=options.split, results=[result])
+
+
+def detector(options: ScoreDetector) -> Evaluated:
+    """does a detector find the objects, also in drawings?"""
+    from limner.evaluation.detection import agreement, evaluate, labeled_pictures, load_detector
+
+    trained = load_detector(options.model)
+    pictures, title = labeled_pictures(trained, options.data, options.count, options.seed, options.split)
+    with progress("detecting", unit="picture") as bar:
+        results = [evaluate(trained, pictures, title, bar.advance)]
+    if options.drawings:
+        pipe = _load_scene_model(options.drawings)
+        with progress("drawing and checking", options.captions, unit="drawing") as bar:
+            results.append(agreement(trained, pipe, options.captions, options.seed, options.split, bar.advance))
+    return Evaluated(model=options.model, results=results)
+
+
+def scene_evaluations(options: ScoreAll) -> dict[str, Callable[[], Evaluated]]:
+    """Return the evaluations on new scenes by name."""
+    common = {"model": options.model, "seed": options.seed}
+    drawn = {**common, "candidates": options.candidates}
+    return {
+        "composition": lambda: composition(ScoreComposition(**drawn, captions=options.captions)),
+        "pairs": lambda: pairs(ScorePairs(**drawn, pairs=math.ceil(options.captions / 4))),
+        "reconstruction": lambda: reconstruction(ScoreReconstruction(**common, count=options.captions)),
+        "zero_shot": lambda: zero_shot(ScoreZeroShot(**common, count=options.captions)),
+    }
+
+
+def _load_scene_model(name: str) -> TextToImage:
+    from limner.pipeline import load
+
+    pipe = load(name)
+    _require_scenes(pipe.dvae.config.size, "name a model of scenes")
+    return pipe
+
+
+def _require_scenes(size: int, advice: str) -> None:
+    """Raise `UserError` if pictures of `size` pixels per side cannot be scenes; `advice` ends the message."""
+    from limner.tasks.scenes import UNITS
+
+    if size % UNITS:
+        raise UserError(f"the size of scenes is a multiple of {UNITS} pixels, this model draws {size} pixels: {advice}")
