@@ -1,8 +1,8 @@
 """GenEval's six tasks (Ghosh et al. 2023) on synthetic scenes: prompts, verdicts, and its layout of folders.
 
-A prompt belongs to a task, which says what is judged: a single object and two objects by their shapes, counting by the
+A prompt belongs to a task, which says what is checked: a single object and two objects by their shapes, counting by the
 number of objects of a shape, colors and attribute binding (`color_attr`) also by colors, position by a relation. Sizes,
-fills and the background, which prompts also name, are not judged. The objects are those that the scene parser finds.
+fills and the background, which prompts also name, are not checked. The objects are those that the scene parser finds.
 The overall score is the mean of the tasks.
 """
 
@@ -33,7 +33,7 @@ _SHEET_PROMPTS = 12
 
 
 class Prompt(NamedTuple):
-    """A prompt with the objects that its task asks for, in the form of GenEval's metadata.
+    """A prompt with the objects that its task names, in the form of GenEval's metadata.
 
     `include` has the `class` (a shape), `count`, for some tasks the `color`, and the `position` relative to an element
     of `include`; `exclude` has numbers of objects that are too many.
@@ -46,7 +46,7 @@ class Prompt(NamedTuple):
 
 
 def sample_prompts(count: int, seed: int = TEST_SEEDS_FROM, split: Split = "held-out") -> list[Prompt]:
-    """Sample `count` prompts, tasks in turn. Prompt i depends only on the seed and i."""
+    """Sample `count` prompts, which cycle through the tasks. Prompt i depends only on the seed and i."""
     return [_sample(TASKS[i % len(TASKS)], np.random.default_rng([seed, i, 3]), split) for i in range(count)]
 
 
@@ -59,7 +59,7 @@ def _sample(tag: str, rng: np.random.Generator, split: Split) -> Prompt:
         assert claims is not None
         shapes = [shape for *_, shape in claims.attributes]
         if count == 2 and tag != "counting" and len(set(shapes)) < 2:
-            continue  # two objects are told apart by their shapes
+            continue  # shapes distinguish two objects
         if tag == "position" and claims.relation is None:
             continue
         if tag == "counting":
@@ -74,7 +74,7 @@ def _sample(tag: str, rng: np.random.Generator, split: Split) -> Prompt:
 
 
 def is_right(prompt: Prompt, objects: Sequence[SceneObject]) -> bool:
-    """Return True if the objects of a picture are those that the task asks for."""
+    """Return True if the objects of a picture are those that the task names."""
 
     def found(item: Mapping[str, Any]) -> list[SceneObject]:
         named = item["class"], item.get("color")
@@ -103,7 +103,7 @@ def evaluate(
     folder: Path | None = None,
     progress: Advance | None = None,
 ) -> EvalResult:
-    """Draw each prompt, judge the best four of its candidates, and write them in GenEval's layout into `folder`.
+    """Draw each prompt, check the best four of its candidates, and write them in GenEval's layout into `folder`.
 
     Intervals are over prompts. Raises `ValueError` if there are fewer than four candidates.
     """

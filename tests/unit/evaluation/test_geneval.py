@@ -1,4 +1,4 @@
-"""Prompts of GenEval's tasks ask for what they say, and only that is judged."""
+"""Prompts of GenEval's tasks ask for what they say, and only that is checked."""
 
 import json
 from collections import Counter
@@ -23,7 +23,7 @@ def first(tag):
 
 
 def scene_of(prompt):
-    """A scene that shows everything in the prompt, also what is not judged."""
+    """A scene that shows everything in the prompt, also what is not checked."""
     claims, rng = captions.parse(prompt.prompt), np.random.default_rng(0)
     while True:
         scene = scenes.sample_scene(rng, count=len(claims.attributes), split="held-out", identical=0)
@@ -49,7 +49,7 @@ def test_every_prompt_is_right_for_its_scene_and_wrong_without_an_object():
     ("tag", "objects", "expected"),
     [
         ("single_object", [RED], True),
-        ("single_object", [replace(RED, color="white"), BLUE], True),  # neither color nor other objects are judged
+        ("single_object", [replace(RED, color="white"), BLUE], True),  # neither color nor other objects are checked
         ("colors", [replace(RED, color="white")], False),
         ("counting", [RED, RED], True),
         ("counting", [RED, RED, BLUE], True),
@@ -61,7 +61,7 @@ def test_every_prompt_is_right_for_its_scene_and_wrong_without_an_object():
         ("position", [replace(RED, x=9), replace(BLUE, x=1)], False),
     ],
 )
-def test_a_task_judges_what_it_is_about(tag, objects, expected):
+def test_a_task_checks_what_it_is_about(tag, objects, expected):
     circle, square = {"class": "circle", "count": 1}, {"class": "square", "count": 1}
     include = {
         "single_object": (circle,),

@@ -97,14 +97,14 @@ class ScorePairs(SceneOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreGenEval(SceneOptions):
-    """Draw prompts of GenEval's six tasks with the objects of scenes, and judge the best four drawings of each by the
-    scene parser. Only what a task is about is judged, such as the colors of two objects. Intervals are 95%, over
+    """Draw prompts of GenEval's six tasks with the objects of scenes, and check the best four drawings of each with the
+    scene parser. Only what a task is about is checked, such as the colors of two objects. Intervals are 95%, over
     prompts."""
 
     prompts: Count = 600
-    """Number of prompts, six tasks in turn."""
+    """Number of prompts, which cycle through the six tasks."""
     candidates: Annotated[int, Range(4), CANDIDATES] = 16
-    """Candidates per prompt, of which the best four are judged."""
+    """Candidates per prompt, of which the best four are checked."""
     folder: Annotated[Path | None, arg(metavar="FOLDER"), Writable("folder")] = None
     """Write the drawings in GenEval's layout: `00000/metadata.jsonl` and `00000/samples/00000.png`."""
 
