@@ -25,6 +25,8 @@ class ProfileOptions:
 
     traces: Positional[Annotated[tuple[Path, ...], arg(metavar="FOLDER|FILE")]]
     """A folder with the traces of all ranks of a run, or the files."""
+    before: Annotated[tuple[Path, ...], arg(metavar="FOLDER|FILE ...")] = ()
+    """Traces of an earlier run: compare the times of a step and its operators with them."""
     output: OutputFile = None
     """Write the report as an HTML page, or the tables if the name ends in .json."""
 
@@ -35,6 +37,7 @@ def main(argv: Sequence[str]) -> None:
     gc.disable()  # collections would look through millions of events, which form no cycles
     from limner.json_files import write_json
     from limner.profiling.analysis import analyze
+    from limner.profiling.compare import compare, comparison_table
     from limner.profiling.distributed_view import PARTS
     from limner.profiling.page import save_report, tables_of
     from limner.profiling.recommendations import format_time
@@ -47,6 +50,9 @@ def main(argv: Sequence[str]) -> None:
     print(render_table(("rank", "step", *columns[1:]), rows))
     for advice in report["recommendations"]:
         print(f"- {escape_control(advice['text'])}")
+    if options.before:
+        report["compared"] = compare(analyze(read_traces(options.before, shown=True)), report)
+        print(f"\n{comparison_table(report['compared'])}")
     if output := options.output:
         if output.suffix == ".json":
             write_json(output, tables_of(report), indent=1)

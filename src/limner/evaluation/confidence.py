@@ -25,6 +25,17 @@ from typing import Any
 
 import numpy as np
 
+__all__ = [
+    "TEST_SEEDS_FROM",
+    "Estimate",
+    "drawing_seed",
+    "mean",
+    "paired_difference",
+    "proportion",
+    "t_quantile",
+    "wilson",
+]
+
 TEST_SEEDS_FROM = 1_000  # first seed for published scores
 
 _Z_975 = 1.96  # the 97.5th percentile of the normal distribution

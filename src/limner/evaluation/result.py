@@ -15,6 +15,8 @@ from limner.evaluation.report import SheetRow
 from limner.json_files import write_json
 from limner.text_table import render_table
 
+__all__ = ["EvalResult", "Verdicts", "save_results", "tables"]
+
 #: By respect ("subject", "style", ...): right or not, or the share that is right, [B].
 Verdicts = dict[str, np.ndarray]
 

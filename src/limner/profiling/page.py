@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from limner.evaluation.report import chart, save_page
+from limner.evaluation.report import chart, save_page, table
 from limner.json_files import to_json
+from limner.profiling.compare import COLUMNS, TITLES, rows_of
 from limner.profiling.distributed_view import PARTS
 from limner.profiling.recommendations import format_size, format_time
 from limner.profiling.timeline_view import KINDS
@@ -51,6 +52,7 @@ def save_report(path: Path, report: Mapping[str, Any], traces: Sequence[Trace]) 
         f"<style>{style}</style><h1>Where time and memory go</h1><p class='lead'>{escape(lead)}</p>",
         "<h2>Recommendations</h2>",
         f"<ul>{''.join(advice)}</ul>" if advice else "<p>No rule found a limit worth a change.</p>",
+        *_compared(report),
         *_distributed(report),
         *_timeline(report, traces),
         *_memory(report),
@@ -60,6 +62,13 @@ def save_report(path: Path, report: Mapping[str, Any], traces: Sequence[Trace]) 
         f"<script>{script}</script>",
     ]
     return save_page(path, "Profile", "\n".join(body))
+
+
+def _compared(report: Mapping[str, Any]) -> Iterator[str]:
+    if compared := report.get("compared"):
+        yield "<h2>Compared with the earlier run</h2>"
+        for key, title in TITLES.items():
+            yield f"<div class='wide'>{table(rows_of(compared[key]), (title, *COLUMNS))}</div>"
 
 
 def _distributed(report: Mapping[str, Any]) -> Iterator[str]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from limner.profiling.analysis import analyze
+from limner.profiling.compare import compare, comparison_table
 from limner.profiling.distributed_view import PARTS, RankTimes, steps_by_rank
 from limner.profiling.page import save_report, tables_of
 from limner.profiling.recommendations import format_size, format_time
@@ -262,3 +263,33 @@ def test_the_page_escapes_names_and_loads_nothing(tmp_path):
     assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?:https?:|//)", page)
     tables = re.search(r"id='tables'>(.*?)</script>", page, re.DOTALL)
     assert json.loads(tables[1]) == json.loads(json.dumps(tables_of(analyze(traces))))
+
+
+def test_two_runs_are_compared_by_step_and_by_operator(tmp_path):
+    def run(folder, product):
+        trace = TraceFile()
+        for step in range(4):
+            start = 100 * step
+            trace.span(f"ProfilerStep#{step}", start, start + 60 + product + step)
+            trace.op("aten::mm", start, start + product)
+            trace.op("aten::add", start + product, start + product + 10)
+        (tmp_path / folder).mkdir()
+        trace.save(tmp_path / folder)
+        return analyze(read_traces([tmp_path / folder]))
+
+    before, after = run("before", 10), run("after", 30)
+    same = compare(before, before)
+    assert all(row["before"] == row["after"] for rows in same.values() for row in rows)
+    compared = compare(before, after)
+    times = {row["name"]: row for row in compared["times"]}
+    assert times["total"]["after"] - times["total"]["before"] == times["compute"]["after"] - times["compute"]["before"]
+    assert times["compute"]["after"] - times["compute"]["before"] == 20 * MS and times["other"]["before"] == 51.5 * MS
+    # steps of 70, 71, 72, 73 ms: a variance of 5/3, and the same after
+    assert times["total"]["within"] == pytest.approx(1.96 * (2 * 5 / 3 / 4) ** 0.5 * MS)
+    assert [(row["name"], row["before"], row["after"]) for row in compared["operators"]] == [
+        ("aten::mm", 10 * MS, 30 * MS), ("aten::add", 10 * MS, 10 * MS),
+    ]  # fmt: skip
+    text = comparison_table(compared)
+    assert "aten::mm" in text and "+20 ms (+200%)" in text and "±" in text
+    page = save_report(tmp_path / "page.html", after | {"compared": compared}, []).read_text()
+    assert "Compared with the earlier run" in page and "+20 ms (+200%)" in page
