@@ -3,6 +3,7 @@
 A bundle is a folder whose `config.json` has the format `FORMAT`; `bundles.py` reads and writes its content.
 """
 
+import warnings
 from pathlib import Path
 
 from limner.errors import UserError, did_you_mean
@@ -20,9 +21,14 @@ def list_pretrained() -> dict[str, str]:
 
 
 def resolve_name(name_or_folder: str | Path) -> Path:
-    """Return the folder of a bundled model, or the given folder. Raises `UserError` if neither exists."""
+    """Return the folder of a bundled model, or the given folder. Raises `UserError` if neither exists.
+
+    Warns if the name of a bundled model is also a folder with a model, which it hides.
+    """
     name, names = str(name_or_folder), list_pretrained()
     if name in names:
+        if any(is_bundle(folder) for folder in (Path(name), Path(name, "bundle"))):
+            warnings.warn(f"{name!r} is the bundled model; for the folder of this name, write ./{name}", stacklevel=3)
         return ASSETS / name
     if not Path(name).exists():
         raise UserError(f"unknown model {name!r}, neither a folder nor a bundled model: {did_you_mean(name, names)}")

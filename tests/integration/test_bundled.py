@@ -48,8 +48,8 @@ def test_candidates_that_are_all_equal_are_reported(tmp_path, monkeypatch, capsy
 
 
 @torch.inference_mode()
-def test_a_reconstruction_read_as_another_shape_looks_like_that_shape() -> None:
-    """The dVAE of scenes changes some small shapes. The checker may name another shape only if it is clearly nearer."""
+def test_the_dvae_of_scenes_keeps_small_shapes() -> None:
+    """It changes at most one in a hundred. The checker may name another shape only if it is clearly nearer."""
     dvae, backgrounds = load("scenes").dvae, list(BACKGROUNDS)
     changed = 0
     for seed in (22, 24, 29, 32):
@@ -72,4 +72,4 @@ def test_a_reconstruction_read_as_another_shape_looks_like_that_shape() -> None:
                 for thing in (original, seen)
             )
             assert near < 0.92 * far, (scene, seen)
-    assert 0 < changed < 0.1 * 480
+    assert changed <= 0.01 * 480

@@ -40,6 +40,15 @@ def test_an_unknown_name_is_answered_with_the_one_that_was_meant_or_with_all(two
         pretrained.resolve_name("wave")
 
 
+def test_a_folder_with_the_name_of_a_bundled_model_is_reported(two, tmp_path, monkeypatch, recwarn):
+    monkeypatch.chdir(tmp_path)  # where `two` has folders of these names
+    with pytest.warns(UserWarning, match=r"'waves' is the bundled model; for the folder of this name, write \./waves"):
+        assert pretrained.resolve_name("waves") == tmp_path / "waves"
+    recwarn.clear()
+    assert str(pretrained.resolve_name("./waves")) == "waves" and pretrained.resolve_name("stray").name == "stray"
+    assert not recwarn
+
+
 def test_help_of_drawing_imports_no_torch():
     code = (
         "import sys, limner.cli\ntry: limner.cli.main(['draw', '--help'])\nexcept SystemExit: pass\n"

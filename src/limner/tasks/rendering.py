@@ -23,8 +23,8 @@ def alpha_mask(shape: Shape, size: Size, fill: Fill, unit: int) -> np.ndarray:
     mask = _inside(shape, x, y, 0.0)
     if fill == "outlined":
         mask &= ~_inside(shape, x, y, border)
-    elif fill == "striped":
-        mask &= np.floor(np.arange(side * over) / over / unit * 2).astype(int)[:, None] % 2 == 0
+    elif fill == "striped":  # every second unit is empty
+        mask &= (np.arange(side * over) // (over * unit) % 2 == 0)[:, None]
     return mask.reshape(side, over, side, over).mean((1, 3), dtype=np.float32)
 
 
@@ -38,7 +38,7 @@ def _inside(shape: Shape, x: np.ndarray, y: np.ndarray, inset: float) -> np.ndar
         return abs(x) + abs(y) <= 1 - inset * 2**0.5
     if shape == "triangle":  # apex up: |x| <= (y + 1) / 2
         return (y <= 1 - inset) & (abs(x) <= (y + 1) / 2 - inset * 5**0.5 / 2)
-    arm = 0.4
+    arm = 0.45
     bars = (abs(x) <= arm - inset) & (abs(y) <= 1 - inset)
     return bars | ((abs(y) <= arm - inset) & (abs(x) <= 1 - inset))
 

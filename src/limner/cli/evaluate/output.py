@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from limner.errors import escape_control
 
@@ -14,21 +14,20 @@ if TYPE_CHECKING:
     from limner.evaluation.result import EvalResult
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluated:
+class Evaluated(NamedTuple):
     """Results of an evaluation.
 
     Attributes:
         model: name of the model.
-        about: what all results have in common, such as the split.
         results: may be computed while they are iterated over.
+        about: common to all results, such as the split.
         more: further JSON values.
     """
 
     model: str
-    about: str = ""
     results: Iterable[EvalResult]
-    more: Mapping[str, Any] = field(default_factory=dict)
+    about: str = ""
+    more: Mapping[str, Any] = MappingProxyType({})
 
     def show(self) -> list[EvalResult]:
         """Print the tables, each as soon as it is computed, and return the results."""
