@@ -8,7 +8,6 @@ The overall score is the mean of the tasks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from limner.evaluation.confidence import TEST_SEEDS_FROM, Estimate, proportion
 from limner.evaluation.generate_batches import generate_batches, to_image
 from limner.evaluation.report import SheetRow, save_png
 from limner.evaluation.result import EvalResult
+from limner.json_files import to_json
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.sampling.generation_config import Sampler
@@ -147,6 +147,6 @@ def _metadata(prompt: Prompt) -> dict[str, Any]:
 
 def _write(folder: Path, prompt: Prompt, pictures: Tensor) -> None:
     (folder / "samples").mkdir(parents=True, exist_ok=True)
-    atomic_write_text(folder / "metadata.jsonl", json.dumps(_metadata(prompt)) + "\n")
+    atomic_write_text(folder / "metadata.jsonl", f"{to_json(_metadata(prompt))}\n")
     for k, picture in enumerate(pictures):
         save_png(to_image(picture), folder / "samples" / f"{k:05d}.png")

@@ -103,7 +103,7 @@ class ScoreGenEval(SceneOptions):
 
     prompts: Count = 600
     """Number of prompts, which cycle through the six tasks."""
-    candidates: Annotated[int, Range(4), CANDIDATES] = 16
+    candidates: Annotated[int, Range(4, 2**16)] = 16
     """Candidates per prompt, of which the best four are checked."""
     folder: Annotated[Path | None, arg(metavar="FOLDER"), Writable("folder")] = None
     """Write the drawings in GenEval's layout: `00000/metadata.jsonl` and `00000/samples/00000.png`."""
