@@ -10,7 +10,7 @@ _HEAD = "# Packages that limner used in this run: conda env create -f environmen
 
 
 def environment_file() -> str:
-    """Return an `environment.yml` of limner, its requirements and theirs, as far as they are installed.
+    """Return an `environment.yml` of limner, its requirements and theirs, without those that are not installed.
 
     A local version such as "+cpu" is left out, since package indexes lack such builds.
     """
