@@ -144,11 +144,12 @@ class StageTrainer:
         source = held_out if len(held_out) else self.run_data.train
         pixels = self.run_data.evaluation_pictures(source, self.resolved.models[name].size).to(self.device)
         tau = getattr(objective, "tau", None)
-        relaxes = isinstance(tau, Anneal)  # codes, at the temperature of the step
 
         def evaluate(model: Any, step: int) -> Mapping[str, float]:
             metrics = codebook_metrics(model, pixels)
-            return metrics | relaxation_gap(model, pixels, tau(step), metrics["psnr"]) if relaxes else metrics
+            if isinstance(tau, Anneal):  # codes are relaxed, at the temperature of the step
+                metrics |= relaxation_gap(model, pixels, tau(step), metrics["psnr"])
+            return metrics
 
         return evaluate
 
