@@ -27,7 +27,7 @@ def resolve_name(name_or_folder: str | Path) -> Path:
     """
     name, names = str(name_or_folder), list_pretrained()
     if name in names:
-        if any(is_bundle(folder) for folder in (Path(name), Path(name, "bundle"))):
+        if _bundle_in(Path(name)):
             warnings.warn(f"{name!r} is the bundled model; for the folder of this name, write ./{name}", stacklevel=3)
         return ASSETS / name
     if not Path(name).exists():
@@ -40,14 +40,18 @@ def find_bundle(folder: str | Path) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: name a bundle or a folder that `limner train` wrote")
-    for candidate in (folder, folder / "bundle"):
-        if is_bundle(candidate):
-            return candidate
+    if bundle := _bundle_in(folder):
+        return bundle
     if (folder / "recipe.json").exists():
         raise UserError(
             f"the run in {folder} is incomplete: `limner train` writes its bundle when all stages are trained"
         )
     raise UserError(f"{folder} is not a bundle: it lacks a config.json with the format {FORMAT!r}")
+
+
+def _bundle_in(folder: Path) -> Path | None:
+    """Return the folder or its "bundle", whichever is a bundle; None if neither is."""
+    return next((candidate for candidate in (folder, folder / "bundle") if is_bundle(candidate)), None)
 
 
 def is_bundle(folder: Path, kind: str = FORMAT) -> bool:

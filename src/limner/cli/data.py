@@ -237,7 +237,8 @@ def show(options: Show) -> None:
                 with decoded(sample.image) as picture:
                     size = "{1} x {0}".format(*picture.shape)
                     thumbnail = Image.fromarray(picture) if i in shown else None
-                    versions = _augmented(picture, options.augment) if i in shown and options.augment else []
+                    drawn = i in shown and options.output
+                    versions = _augmented(picture, options.augment) if drawn and options.augment else []
             except Rejected as defect:
                 rejected[defect.reason] += 1
             else:
