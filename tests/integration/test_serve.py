@@ -5,6 +5,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -208,6 +209,9 @@ def test_wrong_options_of_the_command_are_one_sentence(tmp_path):
         done = run(*options)
         assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
         assert message in done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        done = run("--port", str(busy.getsockname()[1]))
+        assert done.returncode == 2 and "in use" in done.stderr and len(done.stderr.strip().splitlines()) == 1
     key, line = run("--new-key", "Anna B").stdout.splitlines()
     assert line == f"Anna B {hash_key(key)}"
 

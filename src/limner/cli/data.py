@@ -214,7 +214,7 @@ class Show(Validated):
     output: OutputPNG = None
     """Write the samples of these captions as a contact sheet (PNG)."""
     augment: Literal["dvae", "prior"] | None = None
-    """Show four augmented versions of each sample next to it: Listing 1, of the dVAE, or Listing 2, of the prior."""
+    """In -o, draw four augmented versions of each sample: of Listing 1 (the dVAE) or Listing 2 (the prior)."""
 
 
 def show(options: Show) -> None:
@@ -226,6 +226,8 @@ def show(options: Show) -> None:
     from limner.data.sample import Rejected
     from limner.evaluation.report import SheetRow, contact_sheet, save_png
 
+    if options.augment and options.output is None:
+        raise UserError("--augment draws a contact sheet: name its file with -o FILE.png")
     source = open_source(options.source)
     rejected, splits = Counter[str](), Counter[str]()
     shown = {i * len(source) // options.captions for i in range(options.captions)}
@@ -237,8 +239,7 @@ def show(options: Show) -> None:
                 with decoded(sample.image) as picture:
                     size = "{1} x {0}".format(*picture.shape)
                     thumbnail = Image.fromarray(picture) if i in shown else None
-                    drawn = i in shown and options.output
-                    versions = _augmented(picture, options.augment) if drawn and options.augment else []
+                    versions = _augmented(picture, options.augment) if thumbnail and options.augment else []
             except Rejected as defect:
                 rejected[defect.reason] += 1
             else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,9 +72,23 @@ def main(argv: Sequence[str]) -> None:
 
 
 def run_server(app: Any, host: str, port: int) -> None:
-    """Serve an application until the process is interrupted. Exit with code 2 if it cannot start."""
+    """Serve an application until the process is interrupted. Exit with code 2 if it cannot start.
+
+    Raises `UserError` if the address is in use, or not an address of this machine.
+    """
     import uvicorn
 
+    try:  # uvicorn would end the process with a code of its own
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            if os.name == "posix":  # the port of a server that has just ended is free
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            probe.listen()
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {host}, port {port} ({error.strerror}): choose another --host or --port; --port 0 takes "
+            "a free one"
+        ) from None
     config = uvicorn.Config(
         app, host, port, log_config=_LOG, access_log=False, server_header=False,
         timeout_graceful_shutdown=_DRAIN_SECONDS,

@@ -64,5 +64,7 @@ def test_show_draws_a_gallery_of_an_augmentation(name, folder, tmp_path, capsys)
     for i in range(5):
         assert gallery.getpixel((12 + i * 156 + 72, 12 + 38 + 72)) == (255, 0, 0)
     assert "written: " in capsys.readouterr().out
-    with pytest.raises(UserError, match="augment"):
+    with pytest.raises(UserError, match="flip"):
         main(["show", str(folder), "--augment", "flip"])
+    with pytest.raises(UserError, match="-o FILE.png"):
+        main(["show", str(folder), "--augment", name])
