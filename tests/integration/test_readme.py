@@ -5,12 +5,9 @@ and neither is `pytest`. Commands within sentences of the README are run here or
 """
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,23 +17,12 @@ from PIL import Image
 from icon_sets import archive, information
 from limner.errors import UserError
 from limner.tasks import emoji
+from pages import ROOT, add_programs, shell, steps
 
-ROOT = Path(__file__).parents[2]
 GUIDES = ("draw", "edit", "train", "emoji-and-icons", "continue", "evaluate", "own-model")  # scale: test_scale.py
 PAGES = ["README.md", *(f"docs/guides/{name}.md" for name in GUIDES), "docs/reference/metrics.md"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = [
-    block
-    for page in PAGES
-    for block in re.findall(r"^```(sh|python)\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
-]
-LINES = list(
-    dict.fromkeys(
-        (kind, re.sub(r"\s+# .*$", "", line) if kind == "sh" else line)
-        for kind, block in BLOCKS
-        for line in ([block] if kind == "python" else block.splitlines())
-    )
-)
+LINES = list(dict.fromkeys(step for page in PAGES for step in steps(page)))
 
 _LIKE = {"model.width": 32, "model.depth": 2, "model.heads": 2, "training.steps": 2, "training.batch-size": 4}
 _SMALL = {
@@ -80,13 +66,7 @@ raise SystemExit(main(["demo", "--scenes", "60", "--captions", "2", "--candidate
 def folder(tmp_path_factory):
     """A reader's folder: `limner` and `python` on the path, and `photos/` with captions."""
     here = tmp_path_factory.mktemp("readme")
-    (here / "bin").mkdir()
-    for name, runs in {
-        "limner": f'exec {sys.executable} -m limner "$@"',
-        "python": f'exec {sys.executable} "$@"',
-    }.items():
-        (here / "bin" / name).write_text(f"#!/bin/sh\n{runs}\n")
-        (here / "bin" / name).chmod(0o755)
+    add_programs(here)
     photos, random = here / "photos", np.random.default_rng(0)
     photos.mkdir()
     for i in range(60):
@@ -132,16 +112,6 @@ def _glyph_sets(here: Path) -> None:
     archive(here / "iconify-json-2.0.0.tgz", **sets)
 
 
-def shell(command: str, folder: Path) -> str:
-    path = f"{folder / 'bin'}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["bash", "-euc", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 def command(line: str) -> str:
     """The line without its comment, with smaller sizes where it would take long."""
     more = next((more for begin, more in APPENDED.items() if line.startswith(begin)), "")
@@ -166,7 +136,7 @@ def test_a_command_does_what_the_page_says(kind: str, line: str, folder: Path) -
     elif "emoji" in line and not emoji_are_there():
         pytest.skip("needs a color-emoji font and the package emoji")
     else:
-        output = shell(command(line), folder)
+        output = shell(command(line), folder).stdout
         if " -o " in line or " --plot " in line or " --mosaic " in line:
             assert list(folder.glob("*.png"))
         assert output or line.startswith("python -c")
@@ -179,8 +149,8 @@ def emoji_are_there() -> bool:
         return False
 
 
-def test_the_pages_have_blocks() -> None:
-    assert {kind for kind, _ in BLOCKS} == {"sh", "python"}
+def test_the_pages_have_commands_and_programs() -> None:
+    assert {kind for kind, _ in LINES} == {"sh", "python"}
     assert len(LINES) > 30
 
 
@@ -199,7 +169,7 @@ def test_commands_within_sentences_are_run_by_the_file_named() -> None:
 
 
 def test_help_lists_the_settings_of_a_recipe(folder: Path) -> None:
-    assert "--prior.training.steps" in shell("limner train --recipe laptop --help", folder)
+    assert "--prior.training.steps" in shell("limner train --recipe laptop --help", folder).stdout
 
 
 def test_golden_curves_are_written_again(folder: Path) -> None:

@@ -13,9 +13,11 @@ from itertools import product
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
+from PIL import Image
 from torch import Tensor
 
 from limner.evaluation.confidence import TEST_SEEDS_FROM, Estimate, mean, proportion
+from limner.evaluation.report import SheetRow
 from limner.evaluation.result import EvalResult
 from limner.metrics.codebook import usage
 from limner.models.dvae import DVAE, unmap_pixels
@@ -26,6 +28,7 @@ from limner.tasks import rendering, scene_reader, scenes, verify
 from limner.tasks.scenes import Scene, SceneObject, Split
 
 _BATCH_SIZE = 64
+_SHOWN = 24  # pictures on a page beside their reconstructions
 
 
 def fresh_scenes(n: int, seed: int = TEST_SEEDS_FROM, split: Split | None = None, size: int = 48) -> Tensor:
@@ -60,10 +63,12 @@ def measure(
     dvae: ImageTokenizer, pictures: Tensor, *, check_scenes: bool = False, progress: Advance | None = None
 ) -> EvalResult:
     """Reconstruct uint8 [B, 3, H, W] and measure the result; `check_scenes` is for pictures of scenes."""
-    psnrs, used, same = [], [], list[bool]()
+    psnrs, used, same, sheet = [], [], list[bool](), list[SheetRow]()
     for part, tokens, decoded in reconstructions(dvae, pictures):
         used.append(tokens)
         psnrs.append(psnr(part, decoded))
+        for i in range(min(len(part), _SHOWN - len(sheet))):
+            sheet.append(_sheet_row(f"{psnrs[-1][i]:.1f} dB", part[i], decoded[i]))
         if check_scenes:
             same += map(_same_scene, *(p.permute(0, 2, 3, 1).cpu().numpy() for p in (part, decoded)))
         if progress:
@@ -78,7 +83,7 @@ def measure(
     if check_scenes:
         estimates["same scene"] = proportion(np.array(same), [str(i) for i in range(len(same))])
     rows = {name: {"value": estimate} for name, estimate in estimates.items()}
-    return EvalResult(title=f"{len(pictures):,} unseen pictures", rows=rows)
+    return EvalResult(title=f"{len(pictures):,} unseen pictures", rows=rows, sheet=sheet)
 
 
 def codebook_metrics(model: ImageTokenizer, pixels: Tensor) -> dict[str, float]:
@@ -113,14 +118,16 @@ def confusions(dvae: ImageTokenizer, originals: Sequence[Scene], progress: Advan
     """Reconstruct scenes, one object each, and parse what they show: the same scene, another one, or neither."""
     size = dvae.config.size
     pictures = np.stack([rendering.render(scene, size) for scene in originals]).transpose(0, 3, 1, 2)
-    readings, cases = list[str](), []
-    for _, _, decoded in reconstructions(dvae, torch.from_numpy(pictures)):
-        for picture in decoded.permute(0, 2, 3, 1).cpu().numpy():
-            original, shown = originals[len(readings)], scene_reader.read(picture).scene
+    readings, cases, sheet = list[str](), [], list[SheetRow]()
+    for part, _, decoded in reconstructions(dvae, torch.from_numpy(pictures)):
+        for picture, reconstructed in zip(part, decoded, strict=True):
+            original = originals[len(readings)]
+            shown = scene_reader.read(reconstructed.permute(1, 2, 0).cpu().numpy()).scene
             same = shown is not None and verify.scenes_match(original, shown)
             readings.append("the same scene" if same else "another scene" if shown and shown.objects else "unreadable")
             if not same:
                 cases.append({"original": original.to_dict(), "shown": shown.to_dict() if shown else None})
+                sheet.append(_sheet_row(f"{readings[-1]}: {original.objects[0].attributes}", picture, reconstructed))
         if progress:
             progress(len(decoded))
     clusters = [f"{scene.objects[0].attributes} {scene.background}" for scene in originals]
@@ -129,7 +136,13 @@ def confusions(dvae: ImageTokenizer, originals: Sequence[Scene], progress: Advan
         for name in ("the same scene", "another scene", "unreadable")
     }
     title = f"{len(originals):,} single objects, as the scene parser reads them"
-    return EvalResult(title=title, rows=rows, cases=cases)
+    return EvalResult(title=title, rows=rows, cases=cases, sheet=sheet)
+
+
+def _sheet_row(caption: str, original: UInt8[Tensor, "3 H W"], reconstruction: UInt8[Tensor, "3 H W"]) -> SheetRow:
+    pictures = [(original, "original"), (reconstruction, "reconstruction")]
+    labeled = [(Image.fromarray(x.permute(1, 2, 0).cpu().numpy()), label) for x, label in pictures]
+    return SheetRow(caption=caption, pictures=labeled)
 
 
 def _same_scene(original: np.ndarray, decoded: np.ndarray) -> bool:

@@ -53,6 +53,8 @@ def test_reconstructions_without_objects_have_another_scene():
     assert found["PSNR"].low < found["PSNR"].value < found["PSNR"].high
     assert sum(advanced) == 6
     assert "dB" in result.table() and result.title == "6 unseen pictures"
+    (original, _), (reconstruction, _) = result.sheet[5].pictures
+    assert len(original.getcolors()) > 1 == len(reconstruction.getcolors())
 
 
 def test_single_objects_show_each_combination_twice():
@@ -72,6 +74,7 @@ def test_confusions_tell_other_scenes_from_unreadable_pictures():
     result = confusions(dvae, originals)
     assert result.rows["another scene"]["share"].value > 0.8
     case = result.cases[0]
+    assert len(result.sheet) == len(result.cases) and "scene: " in result.sheet[0].caption
     assert case["original"]["objects"][0]["x"] != case["shown"]["objects"][0]["x"]
 
     dvae.change = lambda pixels: pixels[:, :, :1, :1].expand_as(pixels).contiguous()
