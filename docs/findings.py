@@ -1,7 +1,7 @@
 """Write findings.md from the results of `limner reproduce`: `python docs/findings.py reproduced`.
 
-Claims, verdicts and tables come from the folder's NAME.json, charts from NAME-1.svg and NAME-2.svg. The page keeps the
-sections of findings that the folder lacks.
+Claims, verdicts and tables come from the folder's NAME.json, charts from NAME-1.svg and NAME-2.svg. The page keeps its
+introduction, and the sections of findings that the folder lacks.
 """
 
 import json
@@ -15,22 +15,13 @@ from limner.experiments import EXPERIMENTS
 
 HERE = Path(__file__).parent
 OUTCOMES = {True: "holds", False: "does not hold", None: "is undecided"}
-HEADER = """# The papers' findings, at the scale of two cores
-
-Each finding has a command, `limner reproduce NAME`, which trains small models from fixed seeds and reports whether the
-finding holds here. `python docs/findings.py reproduced` writes this page from the results. Models have up to a few
-million parameters and train for some hundred steps: a finding can hold at one scale and not at the other.
-
-| command | the finding | here |
-|---|---|---|
-"""
 
 
 def main(folder: Path) -> None:
     """Write the folder's findings into findings.md, and copy their charts."""
     page, images = HERE / "findings.md", HERE / "images/findings"
     images.mkdir(parents=True, exist_ok=True)
-    rows, sections = read(page.read_text("utf-8"))
+    introduction, rows, sections = read(page.read_text("utf-8"))
     for name in EXPERIMENTS:
         if (path := folder / f"{name}.json").exists():
             finding = json.loads(path.read_text("utf-8"))
@@ -39,17 +30,17 @@ def main(folder: Path) -> None:
                 old.unlink()
             sections[name] = section(finding, folder, images)
     available = [name for name in EXPERIMENTS if name in sections]
-    text = (
-        HEADER + "\n".join(rows[name] for name in available) + "\n\n" + "\n".join(sections[name] for name in available)
-    )
-    page.write_text(text, encoding="utf-8")
+    table = "\n".join(rows[name] for name in available)
+    page.write_text(f"{introduction}{table}\n\n" + "\n".join(sections[name] for name in available), encoding="utf-8")
 
 
-def read(text: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the lines of the page's first table and its sections, by name."""
-    rows = {match[1]: match[0] for match in re.finditer(r"^\| \[`([\w-]+)`\]\(#.*$", text, re.MULTILINE)}
+def read(text: str) -> tuple[str, dict[str, str], dict[str, str]]:
+    """Return the page up to the first finding in its table, the lines of the table and the sections by name."""
+    lines = list(re.finditer(r"^\| \[`([\w-]+)`\]\(#.*$", text, re.MULTILINE))
+    rows = {line[1]: line[0] for line in lines}
     sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]
-    return rows, {section_text.split(maxsplit=2)[1]: section_text.rstrip("\n") + "\n" for section_text in sections}
+    by_name = {section_text.split(maxsplit=2)[1]: section_text.rstrip("\n") + "\n" for section_text in sections}
+    return text[: lines[0].start()], rows, by_name
 
 
 def section(finding: dict[str, Any], folder: Path, images: Path) -> str:

@@ -32,9 +32,11 @@ def test_the_packages_are_those_of_the_import_contract():
     assert set().union(*rows) == here - {"__init__", "__main__"}
 
 
-def test_the_import_graph_shows_the_imports():
-    drawn = runpy.run_path(str(ROOT / "docs/import_graph.py"))["svg"]()
-    assert (ROOT / "docs/images/import_graph.svg").read_text() == drawn, "draw it again: python docs/import_graph.py"
+@pytest.mark.parametrize("name", ["import_graph", "patterns"])
+def test_drawings_show_the_code(name: str):
+    drawn = runpy.run_path(str(ROOT / f"docs/{name}.py"))["svg"]()
+    shown = (ROOT / f"docs/images/{name}.svg").read_text(encoding="utf-8")
+    assert shown == drawn, f"draw it again: python docs/{name}.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

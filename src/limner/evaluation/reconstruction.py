@@ -28,7 +28,7 @@ from limner.tasks import rendering, scene_reader, scenes, verify
 from limner.tasks.scenes import Scene, SceneObject, Split
 
 _BATCH_SIZE = 64
-_SHOWN = 24  # pictures on a page beside their reconstructions
+_SHOWN = 24  # number of pictures on the page of results
 
 
 def fresh_scenes(n: int, seed: int = TEST_SEEDS_FROM, split: Split | None = None, size: int = 48) -> Tensor:

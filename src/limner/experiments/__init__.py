@@ -22,6 +22,7 @@ EXPERIMENTS = {
     "fp8-layerscale": "eight_bits",
     "switchback-speed": "switchback_speed",
     "quantization-variance": "eight_bits",
+    "inner-dimensions": "eight_bits",
     "loss-spikes": "spikes",
     "rms-predicts": "spikes",
     "stable-adamw": "spikes",
