@@ -77,3 +77,4 @@ if __name__ == "__main__":
         measure(options.adapter, options.drawings)
     else:
         write_pictures(options.folder)
+        print(f"written: {PICTURES} pictures and their captions in {options.folder}")
