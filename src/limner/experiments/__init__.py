@@ -26,6 +26,8 @@ EXPERIMENTS = {
     "loss-spikes": "spikes",
     "rms-predicts": "spikes",
     "stable-adamw": "spikes",
+    "elastic-pipeline": "elastic_pipeline",
+    "chunks": "elastic_pipeline",
 }
 
 

@@ -1,4 +1,4 @@
-"""Partition of a model into pipeline stages, and the length of the pipeline (He et al. 2021, PipeTransformer, §3.2).
+"""Partition of a model into pipeline stages, and the length of the pipeline (PipeTransformer, He et al. 2021).
 
 A unit is a part of the model that stays on one device: the embeddings, an attention or MLP resblock, the head. A cut
 therefore never divides a skip connection, whose two branches would cross the link. The weight of a unit is its cost or,

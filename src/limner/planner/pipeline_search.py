@@ -1,4 +1,4 @@
-"""Search for the fastest pipelines on several devices: stages, replicas, cuts, micro-batches (He et al. 2021, §3.2).
+"""Search for the fastest pipelines on several devices: stages, replicas, cuts, micro-batches (He et al. 2021).
 
 Each number of stages K that divides the devices is simulated with M from K to 6 K micro-batches, as the paper profiles
 it. An update takes at least M passes of the slowest stage, so the cuts start at those of the smallest slowest stage

@@ -44,7 +44,7 @@ class Cost:
     moments: float = 0
 
 
-def frozen(unit: Cost) -> Cost:
+def freeze(unit: Cost) -> Cost:
     """Return the cost of a unit that does not train and below which no unit trains."""
     return Cost(forward=unit.forward, backward=0, output=unit.output, weights=unit.weights)
 

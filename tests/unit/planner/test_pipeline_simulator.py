@@ -8,7 +8,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, _Com
 
 from limner.errors import UserError
 from limner.planner.pipeline_schedules import SCHEDULES, Pass, gpipe, interleaved, one_forward_one_backward
-from limner.planner.pipeline_simulator import Cost, Link, Pipeline, frozen, merge, simulate
+from limner.planner.pipeline_simulator import Cost, Link, Pipeline, freeze, merge, simulate
 
 EQUAL = Cost(forward=1, backward=2, stored=5, weights=7, gradients=11, moments=13)
 
@@ -128,7 +128,7 @@ def test_random_pipelines_match_a_simulation_in_ticks(seed):
         for _ in range(count)
     ]
     case = pipeline(
-        [frozen(stage) if i < cold else stage for i, stage in enumerate(stages)],
+        [freeze(stage) if i < cold else stage for i, stage in enumerate(stages)],
         devices * rounds,
         SCHEDULES[name],
         devices,
@@ -153,7 +153,7 @@ def test_gradients_of_stages_follow_each_other_on_the_link_between_replicas():
 
 
 def test_frozen_stages_have_neither_backward_passes_nor_stored_activations():
-    stages = [frozen(EQUAL), EQUAL]
+    stages = [freeze(EQUAL), EQUAL]
     result = simulate(pipeline(stages, 2, gpipe, replicas=2, replica_link=Link(1)))
     assert result.busy == (2, 6)
     assert result.microbatches == (0, 2)
