@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from limner.metrics.features import Features, Metric, check
-from limner.metrics.frechet import FrechetDistance
+from limner.metrics.frechet import ExtrapolatedFrechetDistance, FrechetDistance
 from limner.metrics.inception_score import InceptionScore
 from limner.metrics.kernel import KernelDistance
 from limner.metrics.manifold import Manifold
@@ -19,6 +19,7 @@ __all__ = ["METRICS", "compare"]
 METRICS: dict[str, Metric[Any]] = {
     "kid": KernelDistance(),
     "fid": FrechetDistance(),
+    "fid-infinity": ExtrapolatedFrechetDistance(),
     "is": InceptionScore(),
     "manifold": Manifold(),
 }

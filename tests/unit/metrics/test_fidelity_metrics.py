@@ -77,6 +77,21 @@ def test_the_frechet_distance_is_symmetric_and_its_bias_falls_with_pictures():
     assert floors[0] > 4 * floors[1] > 0
 
 
+def test_the_extrapolated_distance_of_gaussians_has_less_bias():
+    """Two distributions whose distance is 32 x 0.5^2 = 8; the reference is large."""
+    real = Features(torch.randn(40_000, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5)
+    metrics, found = {name: METRICS[name] for name in ("fid", "fid-infinity")}, {"fid": [], "fid-infinity": []}
+    statistics = METRICS["fid"].statistics
+    for seed in range(40):
+        drawn = Features(torch.randn(300, 32, generator=torch.Generator().manual_seed(1 + seed), dtype=torch.float64))
+        for name, metric in metrics.items():
+            found[name].append(metric.values(statistics(drawn, real), torch.ones(1, 300))[name].item())
+    bias = {name: np.mean(values) - 8 for name, values in found.items()}
+    error = {name: np.std(values) / len(values) ** 0.5 for name, values in found.items()}
+    assert bias["fid"] > 3 * error["fid"] and abs(bias["fid-infinity"]) < 3 * error["fid-infinity"]
+    assert abs(bias["fid-infinity"]) < bias["fid"] / 5
+
+
 def test_streamed_and_merged_moments_are_those_of_all_features():
     x = sample(1_000, 8, 5, shift=1e4).float()  # far from 0, where raw moments lose their digits
     whole = Moments.of(x)
