@@ -14,6 +14,11 @@ EXPERIMENTS = {
     "grad-scales": "sixteen_bits",
     "compression-rank": "gradient_compression",
     "fixed-q": "gradient_compression",
+    "rerank-n": "drawings",
+    "fid-blur": "fidelity",
+    "overlap": "fidelity",
+    "binding": "drawings",
+    "image-to-image": "drawings",
     "sixteen-bit-moments": "sixteen_bits",
     "bandwidth": "bandwidth",
     "householder": "gradient_compression",
@@ -28,6 +33,7 @@ EXPERIMENTS = {
     "stable-adamw": "spikes",
     "elastic-pipeline": "elastic_pipeline",
     "chunks": "elastic_pipeline",
+    "detector": "detectors",
 }
 
 

@@ -17,11 +17,11 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from jaxtyping import Float
 
 from limner.atomic_io import atomic_write_text
 from limner.errors import UserError
+from limner.evaluation.confidence import Estimate, mean
 from limner.evaluation.report import Points
 from limner.experiments.report import Finding
 from limner.json_files import read_json
@@ -142,6 +143,16 @@ def interval(differences: Float[np.ndarray, " S"]) -> str:
     """Format the mean of differences paired by seed, with its 95% interval."""
     mean, error = mean_and_error(differences)
     return f"{mean:+.4f} ± {1.96 * error:.4f}"
+
+
+def over_seeds(values: Float[np.ndarray, " S"], spec: str) -> Estimate:
+    """Return the mean of one value per seed, formatted by `spec`, with its 95% interval by Student's t."""
+    return replace(mean(values, ""), spec=spec)
+
+
+def all_above(estimates: Iterable[Estimate], value: float = 0.0) -> bool:
+    """Return True if the interval of each estimate is above a value."""
+    return all(estimate.low is not None and estimate.low > value for estimate in estimates)
 
 
 def span(values: Float[np.ndarray, " S"], spec: str) -> str:

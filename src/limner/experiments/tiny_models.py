@@ -81,23 +81,23 @@ def _image_tokens(count: int, seed: int) -> Int64[Tensor, "N S"]:
 
 
 def train_prior(*, model: TransformerConfig, seed: int, **settings: Any) -> Trained:
-    """Train a prior on all scenes. `settings` go to `_train`."""
+    """Train a prior on all scenes. `settings` go to `train_in_memory`."""
     samples = {"text": scenes()[1], "image": _image_tokens(NUM_SCENES, 0)}
     torch.manual_seed(seed)
-    return _train(model.build(), Autoregressive(), samples, seed=seed, **settings)
+    return train_in_memory(model.build(), Autoregressive(), samples, seed=seed, **settings)
 
 
 def train_clip(
     *, model: CLIPConfig, seed: int, count: int = NUM_SCENES, device: str = "cpu", **settings: Any
 ) -> Trained:
-    """Train a contrastive model on the first `count` scenes. `settings` go to `_train`."""
+    """Train a contrastive model on the first `count` scenes. `settings` go to `train_in_memory`."""
     pictures, tokens = scenes(count)
     samples = {"pixels": pictures, "text": tokens}
     torch.manual_seed(seed)
-    return _train(model.build().to(device), HardNegativeLoss(), samples, seed=seed, **settings)
+    return train_in_memory(model.build().to(device), HardNegativeLoss(), samples, seed=seed, **settings)
 
 
-def _train(
+def train_in_memory(
     model: nn.Module, objective: Objective, samples: Mapping[str, Tensor], *, steps: int, batch: int, seed: int,
     lr: float = 2e-3, hooks: Callable[[TrainState], Sequence[Hook]] = scaling, parallel: Parallel | None = None,
     **settings: Any,

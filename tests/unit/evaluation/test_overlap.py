@@ -1,18 +1,18 @@
 """Planted near-duplicates are found, and different pictures are not; a flat picture is like no other."""
 
-import io
 import json
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image
 
 from limner.cli.data import main
 from limner.data.open_source import open_source
 from limner.errors import UserError
 from limner.evaluation.fidelity import FidelitySettings, fidelity_task
 from limner.evaluation.overlap import closest, read_seen, thumbnails
+from limner.experiments.fidelity import CHANGES
 from limner.tasks import rendering, scenes
 
 
@@ -26,20 +26,6 @@ def to_thumbnails(pictures: list[np.ndarray]) -> torch.Tensor:
     return thumbnails(torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2))
 
 
-def compressed(image: Image.Image) -> Image.Image:
-    file = io.BytesIO()
-    image.save(file, "JPEG", quality=30)
-    return Image.open(file).convert("RGB")
-
-
-CHANGES = {
-    "resized": lambda image: image.resize((30, 30)).resize((48, 48)),
-    "compressed": compressed,
-    "cropped": lambda image: image.crop((4, 1, 47, 44)).resize((48, 48)),
-    "mirrored": ImageOps.mirror,
-    "brighter": lambda image: ImageEnhance.Brightness(image).enhance(1.25),
-    "turned": lambda image: image.rotate(6, Image.Resampling.BICUBIC, fillcolor=image.getpixel((0, 0))),
-}
 REFERENCES = [crowded(i) for i in range(200)]
 
 
