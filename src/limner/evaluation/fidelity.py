@@ -41,6 +41,7 @@ from limner.evaluation.report import chart
 from limner.evaluation.result import EvalResult
 from limner.metrics.features import Features
 from limner.metrics.fidelity import compare
+from limner.metrics.moments import Moments
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.sampling.generation_config import CANDIDATES, Sampler
@@ -127,17 +128,22 @@ def evaluate(
     task: FidelityTask,
     settings: FidelitySettings = FidelitySettings(),
     *,
+    statistics: Moments | None = None,
     check_picture: Checker | None = None,
     progress: Advance | None = None,
 ) -> list[EvalResult]:
     """Draw the captions and compare the drawings with real pictures, for each N and each radius.
 
+    With `statistics` of other real pictures, drawings and the captions' own pictures are compared with these.
     `check_picture` adds the share of drawings that show what their caption says. `progress` advances by candidates.
     """
     own, rest = (_real_features(pipe, task.source, part, extractor, settings) for part in (task.own, task.rest))
-    everything = settings.reference == "all"
-    reference = [concatenate(halves) for halves in zip(own, rest, strict=True)] if everything else rest
-    floors = [compare(a, b, extractor.name) for a, b in zip(own, rest, strict=True)]
+    reference: Sequence[Features | Moments] = rest
+    if statistics:
+        reference = [statistics] * len(rest)
+    elif settings.reference == "all":
+        reference = [concatenate(halves) for halves in zip(own, rest, strict=True)]
+    floors = [compare(a, statistics or b, extractor.name) for a, b in zip(own, rest, strict=True)]
     winners = _draw(pipe, extractor, task.captions, settings, check_picture, progress)
     weights = _bootstrap_weights(len(task.captions), settings)
     sampler = settings.sampler.with_defaults(pipe.defaults.sampler)
@@ -155,9 +161,10 @@ def evaluate(
         rows = {name: {"drawings": _estimate(name, value, len(picks))} for name, value in values.items()}
         for name, value in floors[r].items():
             rows[name]["floor"] = _estimate(name, value)
-        title = (
-            f"{len(picks):,} drawings, best of {best_of:,}, blur {radius:g}; {len(task.reference):,} real pictures; "
-            f"floor: {len(task.own):,} and {len(task.rest):,}"
+        title = f"{len(picks):,} drawings, best of {best_of:,}, blur {radius:g}; " + (
+            f"statistics of other pictures; floor: {len(task.own):,}"
+            if statistics
+            else f"{len(task.reference):,} real pictures; floor: {len(task.own):,} and {len(task.rest):,}"
         )
         results.append(EvalResult(title=title, rows=rows, settings={**common, "best_of": best_of, "blur": radius}))
     _warn_of_bias(task, own[0], floors[0])

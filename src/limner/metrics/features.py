@@ -45,21 +45,15 @@ class Metric(Protocol[Statistics]):
         ...
 
     def values(self, statistics: Statistics, weights: Float[Tensor, "R N"]) -> Mapping[str, Float[Tensor, " R"]]:
-        """Return values by name for each row of weights, whole numbers; {} if the metric needs other features."""
+        """Return values by name for each row of weights, whole numbers; {} if the features do not suffice."""
         ...
 
 
-def check(drawn: Features, real: Features, extractor: str) -> None:
-    """Raise `UserError` for features that cannot be compared: too few, not finite, or of different extractors."""
-    for name, features in (("drawings", drawn), ("real pictures", real)):
-        if len(features.values) < MIN_PICTURES:
-            raise UserError(f"{len(features.values)} {name} are too few to compare: give at least {MIN_PICTURES}")
-        if not features.values.isfinite().all():
-            raise UserError(
-                f"the features {extractor} of the {name} are not finite, so its weights are damaged: use another copy"
-            )
-    sizes = drawn.values.shape[1], real.values.shape[1]
-    if sizes[0] != sizes[1]:
+def check(features: Features, pictures: str, extractor: str) -> None:
+    """Raise `UserError` for features of `pictures` that cannot be compared: too few, or not finite."""
+    if len(features.values) < MIN_PICTURES:
+        raise UserError(f"{len(features.values)} {pictures} are too few to compare: give at least {MIN_PICTURES}")
+    if not features.values.isfinite().all():
         raise UserError(
-            f"drawings have {sizes[0]:,} features and real pictures {sizes[1]:,}: use one extractor for both"
+            f"the features {extractor} of the {pictures} are not finite, so its weights are damaged: use another copy"
         )

@@ -22,6 +22,8 @@ from torch import Tensor
 from limner.metrics.features import Features
 from limner.metrics.moments import Moments, require_equal_sizes
 
+MIN_DRAWINGS_PER_FEATURE = 4  # to extrapolate
+
 
 def frechet_distance(a: Moments, b: Moments) -> float:
     """Return the squared distance of two Gaussians. Raises `UserError` if their numbers of features differ."""
@@ -57,9 +59,9 @@ class FrechetDistance:
     """FID, `frechet_distance` for weighted drawings: the Gram matrix of N drawings replaces their covariance if N < K,
     which has the same eigenvalues."""
 
-    def statistics(self, drawn: Features, real: Features) -> _Projected:
+    def statistics(self, drawn: Features, real: Features | Moments) -> _Projected:
         """Project the drawings on the root of the real covariance."""
-        moments = Moments.of(real.values)
+        moments = Moments.of(real.values) if isinstance(real, Features) else real
         centered = drawn.values.double() - moments.mean
         return _Projected(centered, centered @ _root(moments.covariance), moments.covariance.trace())
 
@@ -80,11 +82,13 @@ class FrechetDistance:
 
 class ExtrapolatedFrechetDistance(FrechetDistance):
     """FID-infinity: FID(N) = FID(inf) + c / N, from two N instead of the paper's fifteen, all drawings and each half:
-    FID(inf) = 2 FID(N) - FID(N / 2). It may be negative. It needs several times more drawings than features, and the
-    bias by the number of real pictures remains."""
+    FID(inf) = 2 FID(N) - FID(N / 2). It may be negative. The bias by the number of real pictures remains."""
 
     def values(self, statistics: _Projected, weights: Float[Tensor, "R N"]) -> dict[str, Float[Tensor, " R"]]:
-        """Return the extrapolated distance for each row of weights."""
+        """Return the extrapolated distance for each row of weights; {} for fewer than four drawings per feature, where
+        the bias is not proportional to 1 / N."""
+        if len(statistics.drawn) < MIN_DRAWINGS_PER_FEATURE * statistics.drawn.shape[1]:
+            return {}
         half = (torch.arange(weights.shape[1], device=weights.device) % 2).to(weights)
         whole, *halves = (
             torch.stack([self._distance(statistics, row.double()) for row in weights * part])

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from limner.atomic_io import require_file
 from limner.errors import UserError
 
 _ROWS_PER_BATCH = 4_096
+_MAX_FILE_BYTES = 1 << 28  # statistics of Inception's 2,048 features have 34 MB
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,30 @@ class Moments:
         mean = x.mean(0)
         x = x - mean
         return cls(len(x), mean, x.T @ x)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Moments:
+        """Return `mu` [D] and `sigma` [D, D] of an .npz file of pytorch-fid, which lacks the number of pictures.
+
+        Runs no code of the file. Raises `UserError` for other files.
+        """
+        path = Path(path)
+        require_file(path)
+        try:
+            if path.stat().st_size > _MAX_FILE_BYTES:
+                raise ValueError("too large")
+            with np.load(path, allow_pickle=False) as file:
+                mean, covariance = (torch.from_numpy(np.asarray(file[name], np.float64)) for name in ("mu", "sigma"))
+            if mean.ndim != 1 or covariance.shape != 2 * mean.shape or not len(mean):
+                raise ValueError("mu and sigma have other shapes")
+            if not (mean.isfinite().all() and torch.allclose(covariance, covariance.T)):
+                raise ValueError("not finite, or sigma is not symmetric")
+        except Exception as error:  # a damaged archive makes numpy's reader fail in any way
+            raise UserError(
+                f"{path} does not hold statistics of features, mu [D] and sigma [D, D] ({type(error).__name__}): write "
+                "them with `pytorch-fid --save-stats`"
+            ) from None
+        return cls(2, mean, covariance)  # of 2 pictures, the covariance is the scatter
 
     def __add__(self, other: Moments) -> Moments:
         """Return the moments of both sets together. Raises `UserError` if their numbers of features differ."""

@@ -69,7 +69,7 @@ def test_drawings_are_compared_with_pictures_of_other_captions(evaluated):
 def test_a_result_has_values_intervals_floor_and_names_its_extractor(evaluated, pipe, data):
     task, results = evaluated
     assert [(r.settings["best_of"], r.settings["blur"]) for r in results] == [(1, 0), (1, 2), (4, 0), (4, 2)]
-    names = ["kid", "fid", "fid-infinity", "is", "precision", "recall", "density", "coverage"]
+    names = ["kid", "fid", "is", "precision", "recall", "density", "coverage"]
     assert list(results[0].rows) == [*(f"{name}[corners]" for name in names), "score", "right"]
     for result in results:
         for name, row in result.rows.items():
@@ -158,6 +158,15 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(pipe, data, tmp_p
     assert len(summary["cases"]) == 4 and summary["settings"]["extractor"] == "clip:tiny/24"
     assert {"value", "low", "high"} <= set(summary["cases"][0]["rows"]["kid[clip:tiny/24]"]["drawings"])
     page = (tmp_path / "page.html").read_text()
-    assert page.count("<svg") == 2 * 8 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert page.count("<svg") == 2 * 7 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    np.savez(tmp_path / "reference.npz", mu=np.zeros(8), sigma=np.eye(8))
+    words = ["evaluate", "fidelity", bundle, str(data), "--captions", "12", "--extractor", "clip"]
+    words += ["--best-of", "1", "--reference", str(tmp_path / "reference.npz")]
+    assert main([*words, "-o", str(tmp_path / "file.json")]) == 0
+    assert "statistics of other pictures; floor: 12" in capsys.readouterr().out
+    (result,) = json.loads((tmp_path / "file.json").read_text())["results"]
+    assert list(result["rows"]) == ["fid[clip:tiny/24]", "score"]
+    assert main([*words, "--blur", "1"]) == 2
+    assert "--blur needs real pictures" in capsys.readouterr().err
     assert main(["evaluate", "fidelity", bundle, str(data), "--captions", "3", "--extractor", "clip"]) == 2
     assert "3 drawings are too few to compare: give at least 10" in capsys.readouterr().err

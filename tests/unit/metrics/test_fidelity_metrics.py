@@ -90,6 +90,8 @@ def test_the_extrapolated_distance_of_gaussians_has_less_bias():
     error = {name: np.std(values) / len(values) ** 0.5 for name, values in found.items()}
     assert bias["fid"] > 3 * error["fid"] and abs(bias["fid-infinity"]) < 3 * error["fid-infinity"]
     assert abs(bias["fid-infinity"]) < bias["fid"] / 5
+    few = Features(real.values[:127])
+    assert metrics["fid-infinity"].values(statistics(few, real), torch.ones(1, 127)) == {}
 
 
 def test_streamed_and_merged_moments_are_those_of_all_features():
@@ -101,6 +103,42 @@ def test_streamed_and_merged_moments_are_those_of_all_features():
     both = np.concatenate([x.double().numpy(), sample(10, 8, 6).numpy()])
     np.testing.assert_allclose(parts.covariance, np.cov(both.T), rtol=1e-9)
     np.testing.assert_allclose(parts.mean, both.mean(0), rtol=1e-12)
+
+
+def test_statistics_of_a_file_replace_real_features(tmp_path):
+    x, y, path = sample(60, 8, 16), sample(500, 8, 17, 0.3).numpy(), tmp_path / "statistics.npz"
+    np.savez(path, mu=y.mean(0), sigma=np.cov(y.T))
+    found = compare(Features(x), Moments.from_file(path), "x")
+    assert list(found) == ["fid[x]", "fid-infinity[x]"]
+    assert found["fid[x]"].item() == pytest.approx(frechet_distance(Moments.of(x), Moments.of(torch.from_numpy(y))))
+    with pytest.raises(UserError, match="drawings have 7 features and real pictures 8"):
+        compare(Features(x[:, :7]), Moments.from_file(path), "x")
+
+
+WRONG_STATISTICS = {
+    "no sigma": {"mu": np.zeros(3)},
+    "other sizes": {"mu": np.zeros(3), "sigma": np.eye(4)},
+    "a number": {"mu": np.zeros(()), "sigma": np.zeros(())},
+    "nothing": {"mu": np.zeros(0), "sigma": np.zeros((0, 0))},
+    "not finite": {"mu": np.full(3, np.nan), "sigma": np.eye(3)},
+    "not symmetric": {"mu": np.zeros(2), "sigma": np.array([[1.0, 2], [0, 1]])},
+    "a pickle": {"mu": np.array([{}], object), "sigma": np.eye(1)},
+    "texts": {"mu": np.array(["a"]), "sigma": np.eye(1)},
+}
+
+
+@pytest.mark.parametrize("name", [*WRONG_STATISTICS, "cut", "other bytes", "too large"])
+def test_a_file_without_statistics_raises_a_sentence(name, tmp_path, monkeypatch):
+    path = tmp_path / "statistics.npz"
+    np.savez(path, **WRONG_STATISTICS.get(name, {"mu": np.zeros(3), "sigma": np.eye(3)}))
+    if name == "cut":
+        path.write_bytes(path.read_bytes()[:200])
+    elif name == "other bytes":
+        path.write_bytes(b"\x80\x04N.")  # a pickle without an archive
+    elif name == "too large":
+        monkeypatch.setattr("limner.metrics.moments._MAX_FILE_BYTES", 100)
+    with pytest.raises(UserError, match=r"does not hold statistics of features, mu \[D\] and sigma \[D, D\]"):
+        Moments.from_file(path)
 
 
 def kernel_distance(x, y):

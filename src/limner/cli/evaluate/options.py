@@ -158,8 +158,9 @@ class ScoreFidelity(ScoreOptions):
     largest."""
     blur: Annotated[tuple[float, ...], Range(0, 64), arg(metavar="RADIUS ...")] = (0.0,)
     """Radii of a Gaussian filter on drawings and real pictures, in pixels of the model."""
-    reference: Literal["rest", "all"] = "rest"
-    """Compare with as many pictures of other captions, or with all pictures as papers do."""
+    reference: Annotated[Literal["rest", "all"] | Path, arg(metavar="rest|all|FILE.npz")] = "rest"
+    """Compare with as many pictures of other captions, or with all pictures as papers do, or by FID alone with
+    statistics that pytorch-fid has written."""
     without: Annotated[Path | None, arg(metavar="FILE")] = None
     """Leave out pictures that training has seen, by a file of `limner data overlap DATA -o FILE`."""
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
