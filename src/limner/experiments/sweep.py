@@ -127,6 +127,16 @@ class Sweep:
         ]
         return Finding(holds, verdict, [*labels, *columns], rows, curves, self.settings | settings)
 
+    def best(
+        self, label: str, key: str, value: str, labels: Sequence[str], columns: Mapping[str, Callable[[Runs], object]]
+    ) -> Finding:
+        """Return the finding that the setting `label` has a lower value `key`, named `value`, than each other one."""
+        ours = self.runs[label].values(key)
+        gaps = {name: runs.values(key) - ours for name, runs in self.runs.items() if name != label}
+        differences = ", ".join(f"{interval(gap)} with {name}" for name, gap in gaps.items())
+        verdict = f"The {value}, less that with {label}: {differences}."
+        return self.finding(all_positive(*gaps.values()), verdict, labels, columns, {"loss, first seed": self.curves})
+
 
 def deviation(values: Float[np.ndarray, " S"]) -> float:
     """Return the standard deviation of the population, estimated from several seeds; 0 for one seed."""
@@ -153,6 +163,15 @@ def over_seeds(values: Float[np.ndarray, " S"], spec: str) -> Estimate:
 def all_above(estimates: Iterable[Estimate], value: float = 0.0) -> bool:
     """Return True if the interval of each estimate is above a value."""
     return all(estimate.low is not None and estimate.low > value for estimate in estimates)
+
+
+def all_positive(*differences: Float[np.ndarray, " S"]) -> bool | None:
+    """Return True if the 95% intervals of all means of differences paired by seed are above 0, False if one is below 0,
+    None otherwise."""
+    estimates = [mean_and_error(values) for values in differences]
+    if any(mean + 1.96 * error < 0 for mean, error in estimates):
+        return False
+    return True if all(mean - 1.96 * error > 0 for mean, error in estimates) else None
 
 
 def span(values: Float[np.ndarray, " S"], spec: str) -> str:

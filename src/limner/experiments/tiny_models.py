@@ -20,7 +20,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor, nn
 
 from limner.models.contrastive import CLIPConfig
-from limner.models.patch_dvae import PatchDVAEConfig
+from limner.models.patch_dvae import PatchDVAE, PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
@@ -29,7 +29,7 @@ from limner.optim.optimizers import AdamWConfig
 from limner.optim.schedules import Cosine
 from limner.tasks.captions import describe
 from limner.tasks.rendering import render
-from limner.tasks.scenes import sample_scene
+from limner.tasks.scenes import Scene, sample_scene
 from limner.text.bpe import Tokenizer
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
@@ -54,19 +54,26 @@ Trained = tuple[TrainState, list[float]]  # final state, and the loss of each st
 
 
 @cache
-def scenes(count: int = NUM_SCENES, seed: int = 0) -> tuple[UInt8[Tensor, "N 3 H W"], Int64[Tensor, "N T"]]:
-    """Return pictures and the tokens of their captions."""
-    pictures, captions = [], []
+def captioned_scenes(count: int, seed: int) -> list[tuple[Scene, str]]:
+    """Return scenes, alternately of one and two objects, and their captions."""
+    pairs = []
     for i in range(count):
         rng = np.random.default_rng([seed, i])
         scene = sample_scene(rng, count=1 + i % 2)
-        pictures.append(torch.from_numpy(render(scene, SIZE)).permute(2, 0, 1))
-        captions.append(describe(scene, rng))
-    return torch.stack(pictures), _tokenizer().encode(captions, TEXT_LEN)
+        pairs.append((scene, describe(scene, rng)))
+    return pairs
 
 
 @cache
-def _tokenizer() -> Tokenizer:
+def scenes(count: int = NUM_SCENES, seed: int = 0) -> tuple[UInt8[Tensor, "N 3 H W"], Int64[Tensor, "N T"]]:
+    """Return pictures and the tokens of their captions."""
+    drawn, captions = zip(*captioned_scenes(count, seed), strict=True)
+    pictures = [torch.from_numpy(render(scene, SIZE)).permute(2, 0, 1) for scene in drawn]
+    return torch.stack(pictures), tokenizer().encode(captions, TEXT_LEN)
+
+
+@cache
+def tokenizer() -> Tokenizer:
     """Train a tokenizer on captions of scenes."""
     rngs = (np.random.default_rng([2, i]) for i in range(1_024))
     captions = [describe(sample_scene(rng, count=1 + i % 2), rng) for i, rng in enumerate(rngs)]
@@ -74,10 +81,16 @@ def _tokenizer() -> Tokenizer:
 
 
 @cache
-def _image_tokens(count: int, seed: int) -> Int64[Tensor, "N S"]:
+def patch_dvae() -> PatchDVAE:
+    """Return a dVAE whose codes are clusters of the patches of scenes."""
     dvae = PatchDVAEConfig(size=SIZE, vocab=CODES).build()
     dvae.fit_codebook(scenes()[0][:1_024], torch.Generator().manual_seed(0), samples=20_000)
-    return dvae.tokenize(scenes(count, seed)[0])
+    return dvae
+
+
+@cache
+def _image_tokens(count: int, seed: int) -> Int64[Tensor, "N S"]:
+    return patch_dvae().tokenize(scenes(count, seed)[0])
 
 
 def train_prior(*, model: TransformerConfig, seed: int, **settings: Any) -> Trained:

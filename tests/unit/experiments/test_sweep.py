@@ -12,7 +12,7 @@ import pytest
 
 from limner.cli import main
 from limner.errors import UserError
-from limner.experiments.sweep import Sweep, mean_and_error, result_path, run_trials, span
+from limner.experiments.sweep import Sweep, all_positive, mean_and_error, result_path, run_trials, span
 from toy_trials import trial
 
 
@@ -112,3 +112,27 @@ def test_differences_are_paired_by_seed():
     mean, error = mean_and_error(np.array([0.3, 0.5, 0.7]) - np.array([0.2, 0.4, 0.6]))
     assert mean == pytest.approx(0.1) and error == pytest.approx(0, abs=1e-9)
     assert mean_and_error(np.array([0.3 - 0.2]))[1] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("differences", "positive"),
+    [
+        (([0.2, 0.3, 0.25],), True),
+        (([0.2, 0.3, 0.25], [-0.3, 0.4, 0.1]), None),
+        (([0.2, 0.3, 0.25], [-0.3, -0.4, -0.2]), False),
+        (([0.2],), None),  # one seed
+    ],
+)
+def test_all_intervals_must_be_above_zero(differences, positive):
+    assert all_positive(*map(np.array, differences)) is positive
+
+
+def test_the_best_setting_is_lower_than_each_other(monkeypatch, tmp_path):
+    results = [{"loss": [1.0], "x": x} for x in (1.0, 1.1, 1.5, 1.5, 1.2, 1.4)]
+    monkeypatch.setattr("limner.experiments.sweep.run_trials", lambda *_: results)
+    sweep = Sweep(tmp_path, trial, {"a": {}, "b": {}, "c": {}}, (0, 1), steps=1)
+    columns = {"x": lambda runs: f"{runs.mean('x'):.2f}"}
+    finding = sweep.best("a", "x", "loss", ("kind",), columns)
+    assert finding.holds is True and finding.rows == [("a", "1.05"), ("b", "1.50"), ("c", "1.30")]
+    assert finding.verdict == "The loss, less that with a: +0.4500 ± 0.0980 with b, +0.2500 ± 0.0980 with c."
+    assert sweep.best("b", "x", "loss", ("kind",), columns).holds is False
