@@ -11,6 +11,8 @@ from limner.experiments.report import Experiment
 
 #: The module of each experiment, in the order of the papers' sections.
 EXPERIMENTS = {
+    "tau-gap": "dvae_variants",
+    "kl-weight": "dvae_variants",
     "grad-scales": "sixteen_bits",
     "compression-rank": "gradient_compression",
     "fixed-q": "gradient_compression",
@@ -23,6 +25,9 @@ EXPERIMENTS = {
     "bandwidth": "bandwidth",
     "householder": "gradient_compression",
     "dion": "dion",
+    "pooling": "dvae_variants",
+    "tau-schedule": "dvae_variants",
+    "pixel-density": "dvae_variants",
     "switchback-accuracy": "eight_bits",
     "fp8-layerscale": "eight_bits",
     "switchback-speed": "switchback_speed",

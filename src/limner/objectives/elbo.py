@@ -70,6 +70,12 @@ class RelaxedELB:
     def __post_init__(self) -> None:
         check_tau(self.tau)
 
+    def nll(
+        self, x: Float[Tensor, "B 3 H W"], mu: Float[Tensor, "B 3 H W"], log_b: Float[Tensor, "B 3 H W"]
+    ) -> Float[Tensor, "B 3 H W"]:
+        """Return -ln p(x | z) of the mapped pixels x, elementwise."""
+        return logit_laplace_nll(x, mu, log_b)
+
     def __call__(
         self, model: DVAE, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
     ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
@@ -77,7 +83,7 @@ class RelaxedELB:
         tau, beta = self.tau(step), self.beta(step)
         logits = model.encode(pixels)
         mu, log_b = model.decode(gumbel_softmax(logits, tau, generator))
-        nll = logit_laplace_nll(map_pixels(pixels), mu, log_b).mean()
+        nll = self.nll(map_pixels(pixels), mu, log_b).mean()
         kl = kl_to_uniform(logits.log_softmax(1)).mean() / pixels[0].numel()
         loss = nll + beta * kl
         metrics = {"nll": nll.detach(), "kl": kl.detach(), **usage(logits.argmax(1), logits.shape[1])}
