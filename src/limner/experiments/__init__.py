@@ -13,6 +13,10 @@ from limner.experiments.report import Experiment
 EXPERIMENTS = {
     "tau-gap": "dvae_variants",
     "kl-weight": "dvae_variants",
+    "soft-targets": "prior_variants",
+    "separate-softmax": "prior_variants",
+    "padding": "prior_variants",
+    "loss-weights": "prior_variants",
     "grad-scales": "sixteen_bits",
     "compression-rank": "gradient_compression",
     "fixed-q": "gradient_compression",
@@ -28,6 +32,7 @@ EXPERIMENTS = {
     "pooling": "dvae_variants",
     "tau-schedule": "dvae_variants",
     "pixel-density": "dvae_variants",
+    "last-layer": "prior_variants",
     "switchback-accuracy": "eight_bits",
     "fp8-layerscale": "eight_bits",
     "switchback-speed": "switchback_speed",
