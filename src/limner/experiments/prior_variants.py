@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int64, Num
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from limner.attention.attention import AttentionFn, attend, attention_mask
@@ -36,13 +36,6 @@ SEEDS, SETTINGS = range(3), {"steps": 300, "batch": 32, "lr": 4e-3}
 QUICK = {**SETTINGS, "steps": 4, "batch": 8}
 HELD_OUT, FEW_SCENES = 512, 256
 TEMPERATURE = 0.02  # of squared distances between patches and codes, in q
-
-
-class MaskedPaddingConfig(TransformerConfig):
-    """Config of `MaskedPadding`."""
-
-    def build(self) -> MaskedPadding:
-        return MaskedPadding(self)
 
 
 class MaskedPadding(Transformer):
@@ -64,16 +57,6 @@ class MaskedPadding(Transformer):
         return lambda q, k, v: (q @ k.mT * q.shape[-1] ** -0.5 + bias).softmax(-1) @ v
 
 
-class SeparateSoftmaxConfig(TransformerConfig):
-    """Config of a prior with `SeparateSoftmax` in all layers."""
-
-    def build(self) -> Transformer:
-        model = super().build()
-        for pattern in self.patterns:
-            model.attention_fns[pattern.name] = SeparateSoftmax(pattern, self.text_len + 1)
-        return model
-
-
 class SeparateSoftmax(nn.Module):
     """Attention to the prefix and to the image, each with its own softmax; image positions add the two."""
 
@@ -90,6 +73,15 @@ class SeparateSoftmax(nn.Module):
         p = self.prefix
         image = attend(q[:, :, p:], k[:, :, p:], v[:, :, p:], self.mask[p:, p:])
         return attend(q, k[:, :, :p], v[:, :, :p], self.mask[:, :p]) + F.pad(image, (0, 0, p, 0))
+
+
+class SeparateSoftmaxes(Transformer):
+    """A prior with `SeparateSoftmax` in all layers."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        for pattern in config.patterns:
+            self.attention_fns[pattern.name] = SeparateSoftmax(pattern, config.text_len + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,18 +103,14 @@ def sample(q: Float[Tensor, "B S V"], generator: torch.Generator | None) -> Int6
 class SampledTokens(Autoregressive):
     """The prior's objective on image tokens that each batch samples from q (footnote 6)."""
 
-    def __call__(
-        self, model: Transformer, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
-    ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
+    def __call__(self, model: Any, batch: Any, step: int, generator: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return super().__call__(model, {**batch, "image": sample(batch["q"], generator)}, step, generator)
 
 
 class SoftTargets(Autoregressive):
     """The cross-entropy of q, given image tokens sampled from q (footnote 6)."""
 
-    def __call__(
-        self, model: Transformer, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
-    ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
+    def __call__(self, model: Any, batch: Any, step: int, generator: Any) -> tuple[Tensor, dict[str, Tensor]]:
         text, q = batch["text"], batch["q"]
         by_text, by_image = model(text, sample(q, generator))
         text_loss = F.cross_entropy(by_text.flatten(0, 1), text[:, 1:].flatten(), ignore_index=PAD)
@@ -155,12 +143,12 @@ def unusual_captions() -> dict[str, Int64[Tensor, "B T"]]:
 
 
 def trial(
-    *, seed: int, model: TransformerConfig = MODEL, objective: Autoregressive = OBJECTIVE,
-    count: int = NUM_SCENES, **settings: Any,
+    *, seed: int, model: type[Transformer] = Transformer, config: TransformerConfig = MODEL,
+    objective: Autoregressive = OBJECTIVE, count: int = NUM_SCENES, **settings: Any,
 ) -> Result:  # fmt: skip
     """Return the losses of training on the first `count` scenes, and `evaluate`."""
     torch.manual_seed(seed)
-    run, losses = train_in_memory(model.build(), objective, samples(count, 0), seed=seed, **settings)
+    run, losses = train_in_memory(model(config), objective, samples(count, 0), seed=seed, **settings)
     return {"loss": losses, **evaluate(run.model.eval())}
 
 
@@ -196,8 +184,7 @@ COLUMNS: dict[str, Callable[[Runs], object]] = {
 )
 def padding(folder: Path, quick: bool) -> Finding:
     """Compare image losses after captions as in training, after terse ones, and after ones with shuffled words."""
-    masked = MaskedPaddingConfig(**asdict(MODEL))
-    results = sweep(folder, quick, {"learned tokens": {}, "logits of -inf": {"model": masked}})
+    results = sweep(folder, quick, {"learned tokens": {}, "logits of -inf": {"model": MaskedPadding}})
     kinds = {"image": "captions as in training", "terse": "terse captions", "shuffled": "shuffled words"}
     tokens, infinite = results.runs.values()
     gaps = {key: infinite.values(key) - tokens.values(key) for key in kinds}
@@ -218,7 +205,7 @@ def padding(folder: Path, quick: bool) -> Finding:
 )
 def separate_softmax(folder: Path, quick: bool) -> Finding:
     """Compare the held-out image loss of both, from the same initial weights."""
-    results = sweep(folder, quick, {"one": {}, "separate": {"model": SeparateSoftmaxConfig(**asdict(MODEL))}})
+    results = sweep(folder, quick, {"one": {}, "separate": {"model": SeparateSoftmaxes}})
     return results.best("one", "image", "held-out image loss", ("softmax",), COLUMNS)
 
 
@@ -228,7 +215,7 @@ def separate_softmax(folder: Path, quick: bool) -> Finding:
 )
 def last_layer(folder: Path, quick: bool) -> Finding:
     """Compare the held-out image loss with three masks in the last layer; the other layers are as in the paper."""
-    grid = {name: {"model": LastLayerConfig(**asdict(MODEL), last=name)} for name in ("conv", "row", "dense")}
+    grid = {name: {"config": LastLayerConfig(**asdict(MODEL), last=name)} for name in ("conv", "row", "dense")}
     return sweep(folder, quick, grid).best("conv", "image", "held-out image loss", ("last layer",), COLUMNS)
 
 

@@ -10,14 +10,14 @@ from limner.attention.patterns import PATTERNS
 from limner.experiments import prior_variants, tiny_models
 from limner.experiments.prior_variants import (
     LastLayerConfig,
-    MaskedPaddingConfig,
+    MaskedPadding,
     SampledTokens,
     SeparateSoftmax,
-    SeparateSoftmaxConfig,
+    SeparateSoftmaxes,
     SoftTargets,
 )
 from limner.models.patch_dvae import PatchDVAEConfig
-from limner.models.transformer import TransformerConfig
+from limner.models.transformer import Transformer, TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.text import PAD
 from toy_sweeps import reproduce
@@ -27,13 +27,13 @@ TEXT = torch.tensor([[3, 4, 5, PAD, PAD], [7, 2, 9, 4, 1]])
 IMAGE = torch.arange(18).view(2, 9) % 16
 
 
-def build(config):
+def build(config, kind=Transformer):
     torch.manual_seed(0)
-    return config.build()
+    return kind(config)
 
 
 def test_masked_padding_hides_padding_only():
-    ordinary, masked = build(MODEL), build(MaskedPaddingConfig(**asdict(MODEL)))
+    ordinary, masked = build(MODEL), build(MODEL, MaskedPadding)
     before = masked(TEXT, IMAGE)[1]
     torch.testing.assert_close(
         before[1], ordinary(TEXT, IMAGE)[1][1], rtol=1e-4, atol=1e-6
@@ -55,7 +55,7 @@ def test_separate_softmaxes_add(name):
 
 
 def test_separate_softmaxes_are_in_all_layers():
-    model = build(SeparateSoftmaxConfig(**asdict(MODEL)))
+    model = build(MODEL, SeparateSoftmaxes)
     assert {type(fn) for fn in model.attention_fns.values()} == {SeparateSoftmax}
     model(TEXT, IMAGE)[1].sum().backward()
 
