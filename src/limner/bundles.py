@@ -1,9 +1,9 @@
 """Reading and writing of bundles: folders with a complete text-to-image model.
 
 A bundle has `config.json`, `dvae.safetensors`, `prior.safetensors`, `contrastive.safetensors`, `tokenizer.json` and
-`README.md`, a model card. A folder for a dVAE alone has `config.json` and `dvae.safetensors`. Bundles are untrusted:
-reading executes and unpickles nothing, and checks each size and key against the configuration before it allocates
-memory.
+`README.md`, a model card. A folder for a dVAE alone has `config.json` and `dvae.safetensors`; one for a published CLIP
+model also has its `tokenizer.json`. Bundles are untrusted: reading executes and unpickles nothing, and checks each size
+and key against the configuration before it allocates memory.
 
 The prior and the contrastive model are stored in half precision, or their matrices in 8 bits: `NAME` has integers, and
 `NAME.scale` a factor per row. A dVAE is stored without loss, in 16 bits where possible: the prior is trained on its
@@ -28,19 +28,22 @@ from limner.errors import UserError
 from limner.json_files import parse_json, read_mapping, to_json, write_json
 from limner.model_card import model_card
 from limner.models.contrastive import CLIPConfig
-from limner.models.image_tokenizer import ImageTokenizer
 from limner.models.patch_dvae import AnyDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.optim.dtensor import shard_like
 from limner.pretrained import FORMAT, find_bundle, is_bundle, resolve_name
 from limner.quantization.quantize import quantize
 from limner.text.bpe import Tokenizer
+from limner.text.clip_bpe import CLIPTokenizer
 
-__all__ = ["check_fit", "check_replaceable", "load_model", "read", "read_info", "rounded", "save_dvae", "write"]
+__all__ = [
+    "check_fit", "check_replaceable", "find_model", "load_model", "read", "read_info", "rounded", "save_model", "write",
+]  # fmt: skip
 
 M = TypeVar("M", bound=nn.Module)
 
-DVAE_FORMAT = "limner-dvae-1"
+#: Formats of folders with one model.
+FORMATS = {"dvae": "limner-dvae-1", "contrastive": "limner-clip-1"}
 
 _PARTS: dict[str, Any] = {"dvae": AnyDVAEConfig, "prior": TransformerConfig, "contrastive": CLIPConfig}
 _MAX_POSITIONS = 1 << 12  # in a caption or a picture: masks grow with the square
@@ -73,13 +76,17 @@ def write(
     return info
 
 
-def save_dvae(dvae: ImageTokenizer, folder: str | Path, info: Mapping[str, Any]) -> Path:
-    """Write a folder with a dVAE alone. Raises `UserError` if it has other content or a weight is not finite."""
+def save_model(
+    folder: str | Path, part: str, model: Any, info: Mapping[str, Any], tokenizer: CLIPTokenizer | None = None
+) -> Path:
+    """Write a folder with one model, "dvae" or "contrastive", without rounding its weights. Raises `UserError`."""
     folder = Path(folder)
-    check_replaceable(folder, DVAE_FORMAT, "a dVAE")
+    check_replaceable(folder, FORMATS[part], "a folder of such a model")
     with atomic_folder(folder) as fresh:
-        _write_weights(fresh, {"dvae": dvae}, torch.float16)
-        _write_config(fresh, DVAE_FORMAT, {"dvae": dvae}, _to_json_values(info))
+        _write_weights(fresh, {part: model})
+        if tokenizer:
+            tokenizer.save(fresh / "tokenizer.json")
+        _write_config(fresh, FORMATS[part], {part: model}, _to_json_values(info))
     return folder
 
 
@@ -94,11 +101,12 @@ def check_replaceable(folder: Path, kind: str, name: str) -> None:
         raise UserError(f"{folder} exists and is not {name}: name a new folder")
 
 
-def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype) -> None:
-    small = torch.float16 if dtype == torch.int8 else dtype
+def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype | None = None) -> None:
+    """Write the tensors of models. Without a `dtype`, tensors that half precision would round keep their format."""
+    small = torch.float16 if dtype in (torch.int8, None) else dtype
     for name, model in models.items():
         state = model.state_dict()
-        convert = _to_dtype_if_lossless if name == "dvae" else _to_dtype
+        convert = _to_dtype_if_lossless if name == "dvae" or dtype is None else _to_dtype
         if not_finite := [key for key, value in state.items() if not value.isfinite().all()]:
             raise UserError(f"the {name} has diverged, its {not_finite[0]!r} is not finite: train it again")
         tensors = {key: convert(value, small) for key, value in state.items()}
@@ -152,21 +160,25 @@ def read(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Any]]:
 
 
 def load_model(name_or_folder: str | Path, part: str) -> Any:
-    """Return one model of a bundle (by name or folder): "dvae", "prior" or "contrastive". For "dvae" the folder may
-    have a dVAE alone. Raises `UserError` if it is unusable."""
-    folder = _find_dvae(name_or_folder) if part == "dvae" else find_bundle(resolve_name(name_or_folder))
+    """Return one model of a bundle or of a folder with this model: "dvae", "prior" or "contrastive".
+
+    Raises `UserError` if it is unusable.
+    """
+    folder = find_model(name_or_folder, part)
     return _load_part(folder, part, _PARTS[part], read_mapping(folder / "config.json"))
 
 
 def read_info(name_or_folder: str | Path) -> dict[str, Any]:
-    """Return the info of a bundle (by name or folder) or of a folder with a dVAE alone. Raises `UserError`."""
-    path = _find_dvae(name_or_folder) / "config.json"
+    """Return the info of a bundle (by name or folder) or of a folder with one model. Raises `UserError`."""
+    path = find_model(name_or_folder) / "config.json"
     return _check_info(read_mapping(path), path)
 
 
-def _find_dvae(name_or_folder: str | Path) -> Path:
+def find_model(name_or_folder: str | Path, *parts: str) -> Path:
+    """Return the folder with one of the models `parts`, by default any, or the bundle. Raises `UserError`."""
     folder = Path(name_or_folder)
-    return folder if is_bundle(folder, DVAE_FORMAT) else find_bundle(resolve_name(name_or_folder))
+    alone = any(is_bundle(folder, kind) for part, kind in FORMATS.items() if part in (parts or FORMATS))
+    return folder if alone else find_bundle(resolve_name(name_or_folder))
 
 
 def _check_info(data: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -468,7 +468,7 @@ def test_a_dvae_is_stored_without_loss_in_16_bits_where_these_do(pipe, tmp_path)
     dvae = pipe.dvae.config.build()
     dvae.load_state_dict(state)
     pixels = torch.randint(0, 256, (64, 3, 24, 24), dtype=torch.uint8)
-    folder = bundles.save_dvae(dvae, tmp_path / "dvae", {})
+    folder = bundles.save_model(tmp_path / "dvae", "dvae", dvae, {})
     stored = load_file(folder / "dvae.safetensors")
     assert stored["decoder.blocks.input.w"].dtype == torch.float16
     assert stored["encoder.blocks.input.w"].dtype == torch.float32
@@ -477,7 +477,7 @@ def test_a_dvae_is_stored_without_loss_in_16_bits_where_these_do(pipe, tmp_path)
     third = load(again.save_pretrained(tmp_path / "copy"), device="cpu")
     assert all(torch.equal(value, state[key]) for key, value in third.dvae.state_dict().items())
     assert torch.equal(third.dvae.tokenize(pixels), dvae.tokenize(pixels))
-    small = bundles.save_dvae(bundles.rounded(dvae), tmp_path / "small", {})
+    small = bundles.save_model(tmp_path / "small", "dvae", bundles.rounded(dvae), {})
     assert {value.dtype for value in load_file(small / "dvae.safetensors").values()} == {torch.float16}
     assert torch.equal(bundles.load_model(small, "dvae").tokenize(pixels), dvae.tokenize(pixels))
 

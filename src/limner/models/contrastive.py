@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from limner.attention.sparse import DenseAttention
 from limner.errors import UserError
 from limner.models.patch_embedding import drop_patches, sinusoids
-from limner.models.transformer import Block
+from limner.models.transformer import MLP, Block
 from limner.numerics.precision import upcast
 from limner.text import PAD
 from limner.validation import InvalidSetting, Range, Validated
 
-__all__ = ["CLIP", "SIZES", "CLIPConfig"]
+__all__ = ["CLIP", "SIZES", "CLIPConfig", "QuickGELU"]
 
 MAX_LOG_SCALE = log(100)  # the temperature is learned and clipped, as in CLIP
 
@@ -44,6 +44,7 @@ class CLIPConfig(Validated):
         ln_pre: normalize class token and patches, with positions, before the blocks (Radford et al. 2021; the
             "layer-norm after the patch embedding" of Wortsman et al. 2023, §3.2). The bundled models lack this norm.
         sinusoids: add fixed sinusoids to the learned positions, which remain small in short runs on small pictures.
+        quick_gelu: x sigmoid(1.702 x) in place of GELU, as in OpenAI's published weights (`published_clip.py`).
         layer_scale, qk_norm: see `TransformerConfig`.
     """
 
@@ -59,6 +60,7 @@ class CLIPConfig(Validated):
     patch_dropout: Annotated[float, Range(0, lt=1)] = 0.0
     ln_pre: bool = True
     sinusoids: bool = False
+    quick_gelu: bool = False
     layer_scale: bool = False
     qk_norm: bool = False
 
@@ -100,6 +102,14 @@ SIZES = {
 }  # fmt: skip
 
 
+class QuickGELU(MLP):
+    """`MLP` with x sigmoid(1.702 x), an approximation of GELU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return self.down(hidden * torch.sigmoid(1.702 * hidden))
+
+
 class CLIP(nn.Module):
     """Two encoders, `encode_image` and `encode_text`, and a learned inverse temperature, `scale`."""
 
@@ -113,7 +123,10 @@ class CLIP(nn.Module):
         d, side = config.width, config.grid[0]
 
         def tower(width: int, depth: int, heads: int) -> nn.ModuleList:
-            return nn.ModuleList(Block(width, heads, config.layer_scale, config.qk_norm) for _ in range(depth))
+            blocks = [Block(width, heads, config.layer_scale, config.qk_norm) for _ in range(depth)]
+            for block in blocks if config.quick_gelu else ():
+                block.mlp.branch = QuickGELU(width)
+            return nn.ModuleList(blocks)
 
         text_tower = config.text_tower or config.tower
         w = text_tower[0]

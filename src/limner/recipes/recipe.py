@@ -8,10 +8,9 @@ contradict itself.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from limner.bundles import DVAE_FORMAT
+from limner.bundles import find_model
 from limner.config import from_dict
 from limner.errors import UserError
 from limner.json_files import read_mapping
@@ -24,7 +23,6 @@ from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.elbo import RelaxedELB
 from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.objectives.reconstruction_loss import ReconstructionLoss
-from limner.pretrained import find_bundle, is_bundle, resolve_name
 from limner.sampling.generation_config import CANDIDATES
 from limner.training.config import TrainConfig
 from limner.validation import InvalidSetting, Range, Validated
@@ -217,10 +215,7 @@ def resolve(recipe: Recipe, text_vocab: int | None = None, dvae_from_start: bool
 
 def _read_dvae_config(name_or_folder: str) -> AnyDVAEConfig:
     """Read the config of the dVAE in a bundle, or in a folder with a dVAE alone."""
-    folder = Path(name_or_folder)
-    if not is_bundle(folder, DVAE_FORMAT):
-        folder = find_bundle(resolve_name(name_or_folder))
-    path = folder / "config.json"
+    path = find_model(name_or_folder, "dvae") / "config.json"
     kind: Any = AnyDVAEConfig
     try:
         return from_dict(kind, read_mapping(path).get("dvae"), "dvae")
