@@ -1,4 +1,4 @@
-"""The two augmentations of Ramesh et al. 2021.
+"""The two augmentations of Ramesh et al. 2021, and resizing without augmentation.
 
 `augment_dvae` is Listing 1 (appendix A.2), `augment_prior` Listing 2 (appendix B.2), with the same
 integer arithmetic, bounds (upper ends exclusive where TensorFlow's are), rounding and order of random
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from PIL import Image
 
 from limner.data.area_resize import area_resize
 from limner.errors import UserError
@@ -56,6 +57,20 @@ def augment_none(image: np.ndarray, size: int, rng: np.random.Generator | None =
     return area_resize(image[y : y + s_min, x : x + s_min], size, size)
 
 
+def resize_bicubic(image: np.ndarray, size: int, rng: np.random.Generator | None = None) -> np.ndarray:
+    """Resize the shorter side by Pillow's bicubic filter and crop the center, as published CLIP models do (Radford et
+    al. 2021, with torchvision's rounding of the sides). Resizes only what the crop shows. Does not use `rng`."""
+    shorter = min(image.shape[:2])
+    ends = []
+    for side in image.shape[1::-1]:
+        resized = size * side // shorter
+        start = round((resized - size) / 2)
+        ends.append((start * side / resized, (start + size) * side / resized))
+    (left, right), (top, bottom) = ends
+    resized = Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC, (left, top, right, bottom))
+    return np.asarray(resized)
+
+
 def _random_crop(h: int, w: int, size: int, rng: np.random.Generator) -> tuple[int, int]:
     """Draw the top left corner of `tf.image.random_crop`: uniform, row before column."""
     return int(rng.integers(0, h - size + 1)), int(rng.integers(0, w - size + 1))
@@ -76,6 +91,7 @@ AUGMENTS: dict[str, tuple[Augment, float]] = {
     "dvae": (augment_dvae, 12 / 8),
     "prior": (augment_prior, 9 / 8),
     "none": (augment_none, 1),
+    "bicubic": (resize_bicubic, 2**16),  # of an unreduced picture: the filter is not one of area
 }
 
 

@@ -22,7 +22,6 @@ from limner.data.token_cache import weights_hash
 from limner.errors import UserError
 from limner.evaluation.reconstruction import codebook_metrics, relaxation_gap
 from limner.evaluation.validation import held_out_metrics
-from limner.models.contrastive import CLIP
 from limner.models.patch_dvae import KMEANS_ITERS
 from limner.models.transformer import Transformer
 from limner.numerics.seeding import fold_in
@@ -31,6 +30,7 @@ from limner.optim.schedules import Anneal
 from limner.pipeline import load
 from limner.progress import progress
 from limner.recipes.recipe import STAGE_TITLES, Recipe, Stage, resolve
+from limner.reranker import Reranker, is_clip, load_clip
 from limner.runs.codebook_monitor import CollapseWarning
 from limner.runs.run_data import RunData
 from limner.text.bpe import Tokenizer
@@ -204,17 +204,21 @@ def restore(run_data: RunData, name: Stage) -> tuple[TrainState, Dataset]:
     return TrainState(model.train(), stage.objective, stage.training, trainer.device), data
 
 
-def load_reranker(name_or_folder: str | Path) -> tuple[CLIP, Tokenizer, str]:
-    """Return the contrastive model of a bundle or of a run without one, its tokenizer, and its name."""
+def load_reranker(name_or_folder: str | Path) -> Reranker:
+    """Return the contrastive model of a bundle, of a run without one, or of a folder of `limner convert clip`."""
     run = Path(name_or_folder)
+    if is_clip(run):
+        reranker = load_clip(run)
+        reranker.model.to(_device())
+        return reranker
     if pretrained.is_bundle(run) or pretrained.is_bundle(run / "bundle") or not completed(run / "contrastive"):
         pipe = load(name_or_folder)
-        return pipe.contrastive, pipe.tokenizer, pipe.name
+        return Reranker(pipe.contrastive, pipe.tokenizer, pipe.name)
     recipe, tokenizer = load_json(Recipe, run / "recipe.json"), Tokenizer.load(run / "tokenizer.json")
     resolved = resolve(recipe, tokenizer.vocab_size, dvae_from_start=not completed(run / "dvae"))
     model = resolved.models["contrastive"].build()
     load_weights(model, run / "contrastive")
-    return model.to(_device()).eval(), tokenizer, run.name
+    return Reranker(model.to(_device()).eval(), tokenizer, run.name)
 
 
 def _device() -> torch.device:

@@ -298,7 +298,7 @@ def test_evaluations_of_data_without_a_readable_picture_raise_a_sentence(capsys,
     for what, options, says in (
         ("reconstruction", ["--data", str(data)], "lacks readable held-out pictures"),
         ("emoji", [str(data)], "lacks readable pictures"),
-        ("zero-shot", ["--data", str(data)], "split 'held-out' of the data is empty"),
+        ("zero-shot", ["--data", str(data)], "none of the 1 pictures can be read (broken image: 1)"),
         ("icons", [str(data)], "no sample has a subject and a style"),
         ("fidelity", [str(data), "--extractor", "clip"], "fidelity needs two or more readable samples"),
     ):

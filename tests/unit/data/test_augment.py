@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from PIL import Image
 
 from limner.data.area_resize import area_resize, area_weights
-from limner.data.augment import augment_dvae, augment_none, augment_prior, get_augment
+from limner.data.augment import augment_dvae, augment_none, augment_prior, get_augment, resize_bicubic
 from limner.errors import UserError
 
 SIDE = st.integers(1, 70)
@@ -132,7 +133,7 @@ def test_the_listings(ours, theirs, shape):
         assert rngs[0].random() == rngs[1].random()
 
 
-@pytest.mark.parametrize("name", ["dvae", "prior", "none"])
+@pytest.mark.parametrize("name", ["dvae", "prior", "none", "bicubic"])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 5), (16, 3), (15, 300)])
 def test_pictures_below_the_target_are_scaled_up(name, shape):
     out = get_augment(name)[0](np.full((*shape, 3), 77, np.uint8), 16, np.random.default_rng(0))
@@ -142,5 +143,22 @@ def test_pictures_below_the_target_are_scaled_up(name, shape):
 def test_none_is_the_central_square():
     image = pictures(32, 96)
     assert np.array_equal(augment_none(image, 32), image[:, 32:64])
-    with pytest.raises(UserError, match="dvae, prior, none"):
+    with pytest.raises(UserError, match="dvae, prior, none, bicubic"):
         get_augment("mixup")
+
+
+@pytest.mark.parametrize("shape", [(50, 81), (300, 40), (33, 33), (20, 31), (224, 500)])
+def test_bicubic_resizes_the_shorter_side_and_crops_the_center(shape):
+    """The reference resizes the whole picture, as torchvision's `Resize` and `CenterCrop` do."""
+    image, size = pictures(*shape), 32
+    height, width = shape
+    sides = (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
+    resized = np.asarray(Image.fromarray(image).resize(sides, Image.Resampling.BICUBIC))
+    top, left = (round((side - size) / 2.0) for side in resized.shape[:2])
+    expected = resized[top : top + size, left : left + size]
+    difference = np.abs(resize_bicubic(image, size).astype(int) - expected)
+    assert difference.max() <= 1 and difference.mean() < 0.01
+
+
+def test_bicubic_does_not_resize_beyond_the_crop():
+    assert resize_bicubic(np.full((1, 60_000, 3), 9, np.uint8), 224).shape == (224, 224, 3)  # 9 GB when resized whole

@@ -84,9 +84,8 @@ def test_a_contrastive_model_needs_no_dvae(data, tmp_path):
     run = tmp_path / "run"
     assert train_all(RECIPE, data, run, ["contrastive"]) is None
     assert not (run / "dvae").exists() and not (run / "bundle").exists()
-    model, tokenizer, name = load_reranker(run)
-    task = scene_task(4, model.config.size)
-    result = evaluate(model, tokenizer, task)
+    model, _, name, _ = reranker = load_reranker(run)
+    result = evaluate(reranker, scene_task(4, model.config.size))
     assert name == "run" and result.rows["top 1"]["accuracy"].total == 4
     seven = replace(RECIPE, contrastive=replace(RECIPE.contrastive, candidates=7))  # may change in a run
     pipe = train_all(seven, data, run, ["dvae", "prior"])

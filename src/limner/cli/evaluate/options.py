@@ -127,11 +127,19 @@ class ScoreZeroShot(ScoreOptions):
     """Classify pictures with a model's contrastive model, from the names of the classes alone."""
 
     model: Positional[str] = "scenes"
-    """Name of a bundled model, or a folder; also that of a run that has trained only a contrastive model."""
+    """Name of a bundled model, or a folder; also that of a run that has trained only a contrastive model, or a CLIP
+    model of `limner convert clip`."""
     data: Annotated[str | None, arg(metavar="DATA")] = None
-    """A data set of `limner data emoji`, whose names are the classes; by default new scenes of one object."""
+    """A folder with a folder of pictures for each class, as ImageNet's, or a data set whose captions are the classes,
+    such as that of `limner data emoji`; by default new scenes of one object."""
+    classes: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Names of the classes of --data, one per line: the folder or caption, a tab, and the name; a WordNet id, a space,
+    and the name; or a name alone. Without a file, folders and captions are the names."""
+    prompts: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Prompt templates, one per line, with {} for the name of the class; by default CLIP's 80 for class folders."""
     split: Literal["train", "held-out"] = "held-out"
-    """Pictures of the training split, or with combinations held out of training."""
+    """Pictures of the training split, or with combinations held out of training; all pictures of class folders are
+    held out."""
     count: Count = 1_024
     """Maximum number of pictures."""
 
@@ -151,8 +159,8 @@ class ScoreFidelity(ScoreOptions):
     """Maximum number of captions."""
     extractor: str = "lite0"
     """Network whose features are compared: "lite0" (EfficientNet-Lite0), "clip" (the contrastive model of MODEL),
-    "inception:FILE" or "inception-bilinear:FILE" (weights of FID's Inception, resized as clean-fid or as pytorch-fid
-    does)."""
+    "clip:FOLDER" (a CLIP model of `limner convert clip`), "inception:FILE" or "inception-bilinear:FILE" (weights of
+    FID's Inception, resized as clean-fid or as pytorch-fid does)."""
     best_of: Annotated[tuple[int, ...], CANDIDATES, arg(metavar="N ...")] = (16,)
     """Candidates per caption, of which the one with the best score counts. Several numbers share the drawings of the
     largest."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from limner.cli.evaluate.options import (
@@ -125,21 +126,32 @@ def reconstruction(options: ScoreReconstruction) -> Evaluated:
 
 def zero_shot(options: ScoreZeroShot) -> Evaluated:
     """does the contrastive model recognize classes by name?"""
-    from limner.data.open_source import open_source
-    from limner.evaluation.zero_shot import dataset_task, evaluate, scene_task
+    from limner.data.class_folders import ClassFolders
+    from limner.data.open_source import FolderSource, open_source
+    from limner.evaluation import zero_shot as evaluation
     from limner.runs.stages import load_reranker
 
-    model, tokenizer, name = load_reranker(options.model)
-    size = model.config.size
+    reranker, prompts = load_reranker(options.model), options.prompts and evaluation.read_prompts(options.prompts)
+    size = reranker.model.config.size
     if options.data is None:
+        if options.classes:
+            raise UserError("--classes names the classes of a data set: add --data")
         _require_scenes(size, "add --data")
-        task = scene_task(options.count, size, options.split, options.seed)
+        prompts = prompts or evaluation.SCENE_PROMPTS
+        task = evaluation.scene_task(options.count, size, options.split, options.seed, prompts)
     else:
-        task = dataset_task(open_source(options.data), size, options.split, options.count, options.seed)
-    total = len(task.names) * len(task.prompts) + len(task.labels)
+        classes = options.classes and evaluation.read_classes(options.classes)
+        source, default = open_source(options.data), evaluation.EMOJI_PROMPTS
+        if isinstance(source, FolderSource) and not source.captioned:
+            source, default = ClassFolders(Path(options.data)), evaluation.read_prompts(evaluation.IMAGENET_PROMPTS)
+        task = evaluation.dataset_task(
+            source, size, options.split, options.count, options.seed, prompts=prompts or default, classes=classes,
+            augment=reranker.augment,
+        )  # fmt: skip
+    total = len(task.names) * len(task.prompts) + task.count
     with progress("classifying prompts and pictures", total, unit="text or picture") as bar:
-        result = evaluate(model, tokenizer, task, bar.advance)
-    return Evaluated(model=name, about=options.split, results=[result])
+        result = evaluation.evaluate(reranker, task, bar.advance)
+    return Evaluated(model=reranker.name, about=options.split, results=[result])
 
 
 def detector(options: ScoreDetector) -> Evaluated:
