@@ -31,6 +31,7 @@ from limner.models.image_tokenizer import ImageTokenizer
 from limner.models.transformer import Transformer
 from limner.priming import prompt
 from limner.progress import Advance
+from limner.reranker import load_clip
 from limner.sampling.engine import (
     Candidates,
     Engine,
@@ -43,6 +44,7 @@ from limner.sampling.generate import UNSET
 from limner.sampling.generation_config import GenerationConfig, ModelDefaults, Sampler
 from limner.sampling.inference import InferenceConfig, InferenceModels
 from limner.text.bpe import Tokenizer
+from limner.text.clip_bpe import CLIPTokenizer
 from limner.version import __version__
 
 __all__ = ["TextToImage", "load"]
@@ -71,6 +73,7 @@ class TextToImage:
     ) -> None:
         self.dvae, self.prior, self.contrastive = dvae.eval(), prior.eval(), contrastive.eval()
         self.tokenizer, self.info, self.inference_config = tokenizer, dict(info or {}), inference_config
+        self.rerank_tokenizer: Tokenizer | CLIPTokenizer = tokenizer
         self.defaults = ModelDefaults.from_info(self.info)
         bundles.check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
         self._engine: Engine | None = None
@@ -227,7 +230,8 @@ class TextToImage:
 
         Raises `UserError` if the caption is empty or not valid Unicode.
         """
-        text, rerank_text = (self._encode([caption], x.config.text_len)[0] for x in (self.prior, self.contrastive))
+        text = self.tokenizer.encode([caption], self.prior.config.text_len)[0]
+        rerank_text = self.rerank_tokenizer.encode([caption], self.contrastive.config.text_len)[0]
         sampler = sampler.with_defaults(self.defaults.sampler)
         return Request(text=text, rerank_text=rerank_text, candidates=count, sampler=sampler, **settings)
 
@@ -239,14 +243,6 @@ class TextToImage:
             self._engine = Engine(InferenceModels(*models, self.inference_config))
         return self._engine
 
-    def _encode(self, captions: Sequence[str], length: int) -> Tensor:
-        for caption in captions:
-            try:
-                caption.encode()
-            except UnicodeEncodeError:
-                raise UserError(f"the caption {caption!r} is not valid Unicode text: check its encoding") from None
-        return self.tokenizer.encode(captions, length)
-
     # ------------------------------------------------------------------------ bundles
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> Path:
@@ -256,6 +252,7 @@ class TextToImage:
         precision. Raises `UserError` if the folder has other content or a weight is not finite.
         """
         models = {"dvae": self.dvae, "prior": self.prior, "contrastive": self.contrastive}
+        bundles.check_fit(self.dvae.config, self.prior.config, self.contrastive.config, self.tokenizer)
         info = {"limner": __version__, **self.info}
         self.info = bundles.write(Path(folder), models, self.tokenizer, info, dtype)
         return Path(folder)
@@ -267,12 +264,14 @@ class TextToImage:
         *,
         device: torch.device | str | None = None,
         adapter: str | Path | None = None,
+        rerank: str | Path | None = None,
         **settings: Any,
     ) -> TextToImage:
         """Read a bundle onto `device` (by default a GPU if available); `settings` are those of `InferenceConfig`.
 
-        `adapter` is the folder of a LoRA adapter of this bundle, which is merged into the prior. Raises `UserError` if
-        a part of the bundle or the adapter is missing, damaged or inconsistent.
+        `adapter` is the folder of a LoRA adapter of this bundle, which is merged into the prior. `rerank` is a CLIP
+        model of `limner convert clip`: its cosine alone is the score. Raises `UserError` if a part of the bundle, the
+        adapter or the CLIP model is missing, damaged or inconsistent.
         """
         folder = pretrained.find_bundle(folder)
         models, tokenizer, info = bundles.read(folder)
@@ -282,6 +281,9 @@ class TextToImage:
             pipe = cls(**models, tokenizer=tokenizer, info=info, inference_config=InferenceConfig(**settings))
         except UserError as error:
             raise UserError(f"{folder}: {error}") from None
+        if rerank is not None:
+            pipe.contrastive, pipe.rerank_tokenizer, *_ = load_clip(rerank)
+            pipe.defaults = pipe.defaults._replace(prior_score_weight=0.0)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         return pipe.to(device)
@@ -290,7 +292,7 @@ class TextToImage:
 def load(name_or_folder: str | Path = pretrained.DEFAULT, **options: Any) -> TextToImage:
     """Load a bundled model, by name, or any bundle, by folder.
 
-    `options` are `device`, `adapter` and settings of `InferenceConfig`. Raises `UserError` if the model or the adapter
-    is missing or invalid.
+    `options` are `device`, `adapter`, `rerank` and settings of `InferenceConfig`. Raises `UserError` if the model, the
+    adapter or the CLIP model is missing or invalid.
     """
     return TextToImage.from_pretrained(pretrained.resolve_name(name_or_folder), **options)

@@ -31,10 +31,12 @@ def _model_help() -> str:
 class DrawOrEdit(Validated):
     """Options of drawing and editing.
 
-    `suffix` is part of the default file name: an edited picture often has the same caption as its original.
+    `suffix` is part of the default file name: an edited picture often has the same caption as its original. `rerank`
+    is the folder of another CLIP model.
     """
 
     suffix: ClassVar[str] = ""
+    rerank: ClassVar[Path | None] = None
 
     n: Annotated[int, arg(aliases=("-n",)), Range(1, 2**16)] = 1
     """Number of drawings to keep, the best distinct ones."""
@@ -61,6 +63,8 @@ class Draw(DrawOrEdit):
 
     caption: Positional[str]
     """Description of the picture, in quotes."""
+    rerank: Annotated[Path | None, arg(metavar="FOLDER")] = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """A CLIP model of `limner convert clip`, whose cosine ranks the candidates in place of the model's own score."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -81,7 +85,7 @@ def draw(options: DrawOrEdit, caption: str, prime: Callable[[Any], Any] | None =
 
     if options.svg:
         to_svg(np.zeros((8, 8, 3), np.uint8))  # raises an error without contourpy, before the model draws
-    pipe = _load(options.model, options.engine, options.adapter)
+    pipe = _load(options)
     enlargement(pipe.size, options.scale)
     prompt_tokens = prime(pipe) if prime else None
     number = max(options.n, options.options.candidates or pipe.defaults.candidates or 16)
@@ -96,18 +100,20 @@ def draw(options: DrawOrEdit, caption: str, prime: Callable[[Any], Any] | None =
         print(f"only {distinct} of {number} candidates differ: a higher --temperature may give more", file=sys.stderr)
 
 
-def _load(model: str, engine: str | None, adapter: Path | None) -> Any:
-    """Load a model with the engine, by default ONNX Runtime if the model has ONNX files and no adapter is given."""
-    if adapter and engine == "onnx":
-        raise UserError("ONNX files cannot take an adapter: leave out --engine onnx, or draw with the merged bundle")
-    if engine != "torch" and not adapter:
+def _load(options: DrawOrEdit) -> Any:
+    """Load the model with the engine, by default ONNX Runtime if it has ONNX files and nothing is added to it."""
+    model, engine, added = options.model, options.engine, {"adapter": options.adapter, "rerank": options.rerank}
+    if engine == "onnx" and any(added.values()):
+        advice = "leave out --engine onnx, or draw with the merged bundle"
+        raise UserError(f"ONNX files cannot take an adapter or another CLIP model: {advice}")
+    if engine != "torch" and not any(added.values()):
         from limner.runtime import pipeline
 
         if engine == "onnx" or pipeline.has_graphs(model):
             return pipeline.OnnxPipeline(model)
     from limner.pipeline import load  # imports torch, which takes seconds
 
-    return load(model, adapter=adapter)
+    return load(model, **added)
 
 
 def output_path(options: DrawOrEdit, caption: str) -> Path:

@@ -6,6 +6,8 @@ differs by all three.
     lite0                     EfficientNet-Lite0 with weights of ImageNet, from the package that the extra `fidelity`
                               installs, pictures resized to 224 pixels
     clip                      the contrastive model of the evaluated model, at its own size
+    clip:FOLDER               a published CLIP model of `limner convert clip`, pictures resized by an antialiased
+                              bicubic filter
     inception:FILE            Inception v3 of FID, from `pt_inception-2015-12-05-6726825d.pth`; resized to 299 pixels
                               by an antialiased bicubic filter, as clean-fid does (Parmar et al. 2022)
     inception-bilinear:FILE   the same, resized by a bilinear filter without antialiasing, as pytorch-fid does
@@ -31,9 +33,12 @@ from torch import Tensor, nn
 from limner.atomic_io import require_file
 from limner.errors import UserError, did_you_mean
 from limner.metrics.features import Features
+from limner.models.contrastive import CLIP
 from limner.models.efficientnet import EfficientNetLite0
 from limner.models.inception import Inception
 from limner.pipeline import TextToImage
+from limner.reranker import load_clip
+from limner.sampling.rerank import encode_images
 
 __all__ = [
     "EXTRACTORS", "ContrastiveExtractor", "FeatureExtractor", "ImageNetwork", "NetworkExtractor", "blur", "concatenate",
@@ -88,10 +93,10 @@ class NetworkExtractor:
 
 
 class ContrastiveExtractor:
-    """The contrastive model of a pipeline."""
+    """The contrastive model `model` of the bundle or folder `name`."""
 
-    def __init__(self, pipe: TextToImage) -> None:
-        self.model, self.name = pipe.contrastive, f"clip:{pipe.name}/{pipe.size}"
+    def __init__(self, model: CLIP, name: str) -> None:
+        self.model, self.name = model, f"clip:{name}/{model.config.size}"
         digest = hashlib.sha256()
         for value in self.model.state_dict().values():
             digest.update(value.cpu().flatten().view(torch.uint8).numpy())
@@ -99,7 +104,14 @@ class ContrastiveExtractor:
 
     def features(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Features:
         """Return embeddings of unit length, without logits."""
-        return Features(self.model.encode_image(pixels.to(self.model.log_scale.device)))
+        return Features(encode_images(self.model, pixels.to(self.model.log_scale.device)))
+
+
+def _clip(argument: str, pipe: TextToImage) -> FeatureExtractor:
+    if not argument:
+        return ContrastiveExtractor(pipe.contrastive, pipe.name)
+    reranker = load_clip(argument)
+    return ContrastiveExtractor(reranker.model.to(pipe.device), reranker.name)
 
 
 def _lite0(argument: str, pipe: TextToImage) -> FeatureExtractor:
@@ -129,7 +141,7 @@ def _inception(argument: str, pipe: TextToImage, resizing: str = "clean") -> Fea
 #: What opens an extractor, from the text after ":" in its name and the evaluated model.
 EXTRACTORS: dict[str, Callable[[str, TextToImage], FeatureExtractor]] = {
     "lite0": _lite0,
-    "clip": lambda argument, pipe: ContrastiveExtractor(pipe),
+    "clip": _clip,
     "inception": _inception,
     "inception-bilinear": lambda argument, pipe: _inception(argument, pipe, "bilinear"),
 }

@@ -162,7 +162,7 @@ class Tokenizer:
         try:
             return self.library.normalizer.normalize_str(caption)
         except UnicodeEncodeError:  # a lone surrogate, from bytes that were not UTF-8
-            raise UserError(f"the caption {caption[:60]!r} is not valid Unicode") from None
+            raise UserError(f"the caption {caption[:60]!r} is not valid Unicode: check its encoding") from None
 
     def _encode_with_dropout(self, text: str, skips: "_Skips") -> list[int]:
         """Encode a normalized text with dropout."""
