@@ -257,8 +257,17 @@ class Transformer(nn.Module):
         Returns:
             [B, T - 1, D], which predicts text[:, 1:], and [B, S, D], which predicts the image.
         """
-        x = torch.cat([self.embed.prefix(text), self.embed.tokens(image)], 1)
-        x, t = self.head.norm(self.run(x)), text.shape[1]
+        return self.outputs(self.run(self.inputs(text, image)), text)
+
+    def inputs(self, text: Int64[Tensor, "B T"], image: Int64[Tensor, "B S"]) -> Float[Tensor, "B n D"]:
+        """Return the input of the first block, the embeddings of all positions: [B, n, D] with n = P + S."""
+        return torch.cat([self.embed.prefix(text), self.embed.tokens(image)], 1)
+
+    def outputs(
+        self, x: Float[Tensor, "B n D"], text: Int64[Tensor, "B T"]
+    ) -> tuple[Float[Tensor, "B T-1 D"], Float[Tensor, "B n-T-1 D"]]:
+        """Return `states` from the output of the last block, with n = P + S."""
+        x, t = self.head.norm(x), text.shape[1]
         return x[:, : t - 1], x[:, t:-1]
 
     def run(

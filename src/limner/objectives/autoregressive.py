@@ -37,8 +37,18 @@ class Autoregressive(Validated):
     def __call__(
         self, model: Transformer, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
     ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
+        return self.loss(model, batch, model.run(self.inputs(model, batch)))
+
+    def inputs(self, model: Transformer, batch: dict[str, Tensor]) -> Float[Tensor, "B n D"]:
+        """Return the input of the model's first block: [B, n, D] with n = T + 1 + S."""
+        return model.inputs(batch["text"], batch["image"])
+
+    def loss(
+        self, model: Transformer, batch: dict[str, Tensor], x: Float[Tensor, "B n D"]
+    ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
+        """Return loss and metrics from the output of the model's last block, [B, n, D]."""
         text, image = batch["text"], batch["image"]
-        by_text, by_image = model.states(text, image)
+        by_text, by_image = model.outputs(x, text)
         expected = text[:, 1:].flatten()  # PAD is negative, which the loss ignores
         per_sample = (batch if "text_tokens" in batch else self.batch_stats(batch))["text_tokens"]
         tokens = per_sample.sum().clamp_min(1e-9)  # 0 if all captions are empty

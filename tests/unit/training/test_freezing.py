@@ -7,10 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from limner.data.datasets import CaptionEncoding, TokenDataset
 from limner.data.stream import Stream
 from limner.errors import UserError
-from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
@@ -28,24 +26,12 @@ from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import SingleProcess
 from limner.training.train_state import TrainState
+from numbered_tokens import PRIOR, numbered_tokens
 
 CONFIG = TrainConfig(
     steps=12, batch_size=4, warmup_steps=2, optimizer=AdamWConfig(lr=1e-2), precision=Fp32(), log_every=1,
     checkpoint_every=5,
 )  # fmt: skip
-PRIOR = TransformerConfig(text_vocab=20, image_vocab=16, text_len=4, grid=(3, 3), width=16, depth=4, heads=2, kernel=3)
-
-
-class Words:
-    """A tokenizer of numbers."""
-
-    def encode(self, captions, length, dropout=0.0, rng=None):
-        return torch.tensor([[int(c) % 20] * length for c in captions])
-
-
-def dataset(count=10):
-    tokens = torch.randint(0, 16, (count, 9), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    return TokenDataset(tokens, [(str(i),) for i in range(count)], CaptionEncoding(tokenizer=Words(), length=4))
 
 
 def state(config=CONFIG, model=None, parallel=None):
@@ -60,7 +46,7 @@ def score(metrics):
 def go(out, rule, config=CONFIG, every=2, evaluate=None, more=lambda run, freezing: ()):
     run = state(config)
     freezing = Freezing(run, rule, every, score)
-    train(run, Stream(dataset(), 4), out, evaluate=evaluate, hooks=[freezing, *more(run, freezing)])
+    train(run, Stream(numbered_tokens(10), 4), out, evaluate=evaluate, hooks=[freezing, *more(run, freezing)])
     return run, freezing
 
 
@@ -144,7 +130,7 @@ def test_blocks_freeze_after_the_warm_up_and_stay_as_they_are(tmp_path):
 
     run = state()
     hook = Watch(run, ScheduledFreezing(share=0.5, start=0, end=0), 3, score)
-    train(run, Stream(dataset(), 4), tmp_path, hooks=[hook])
+    train(run, Stream(numbered_tokens(10), 4), tmp_path, hooks=[hook])
     assert [depth for _, depth, _ in seen] == [0] * 5 + [2] * 7  # 2 of warm-up and 3 of the first window
     assert all(torch.equal(a, b) for a, b in zip(seen[5][2], seen[-1][2], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(seen[4][2], seen[5][2], strict=True))
