@@ -53,9 +53,7 @@ COMMANDS = {
     "vote": Command("limner.cli.vote", "let people compare pictures of models on a page"),
     "data": Command("limner.cli.data", "make, prepare or show training data", oom_hint="--size or --captions"),
     "train": Command("limner.cli.train", "train a recipe on image-caption data", True, True, _TRAIN_HINT),
-    "finetune": Command(
-        "limner.cli.finetune", "teach a trained model new pictures by an adapter", True, True, "--batch-size"
-    ),
+    "finetune": Command("limner.cli.finetune", "teach a trained model new pictures", True, True, "--batch-size"),
     "detector": Command("limner.cli.detector", "train an object detector", True, True, "--training.batch-size"),
     "plan": Command("limner.cli.plan", "estimate memory, traffic and time of a recipe on a cluster"),
     "bench": Command("limner.cli.bench", "measure how fast a prior draws and trains", True, oom_hint=_BENCH_HINT),

@@ -1,22 +1,24 @@
-"""`limner finetune BUNDLE DATA --out RUN`: teach a bundle new pictures by a LoRA adapter."""
+"""`limner finetune BUNDLE DATA --out RUN`: teach a bundle new pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
+import tyro
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import NewFolder, parse
+from limner.cli.arguments import NewFolder, parse, pop_option
 from limner.errors import escape_control
-from limner.runs.finetune import FinetuneConfig, finetune
+from limner.runs.finetune import finetune
+from limner.runs.finetune_methods import METHODS, FinetuneConfig, LoRA
 from limner.validation import Validated
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune(Validated):
-    """Teach a bundle a few new pictures with their captions, by a LoRA adapter of its prior.
+    """Teach a bundle a few new pictures with their captions.
 
     Half of each batch are drawings of the bundle itself, so that it forgets little. New and ordinary pictures are
     scored every few steps, training stops by itself, and the best step is kept. The same command resumes after an
@@ -32,13 +34,20 @@ class Finetune(Validated):
     ordinary: Annotated[str | None, arg(metavar="FILE|DATA")] = None
     """Captions of the kind that the bundle draws: a text file with one per line, or its training data; by default those
     of the bundled model `scenes`."""
-    settings: Annotated[FinetuneConfig, arg(name="")] = FinetuneConfig()
+    method: Literal[tuple(METHODS)] = LoRA.name  # pyright: ignore[reportInvalidTypeForm]
+    """What trains: low-rank updates in a small file (lora), all weights (full), or all weights, of which leading blocks
+    freeze (elastic). Its settings are options."""
+    settings: Annotated[FinetuneConfig, arg(name="")]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train an adapter, and print what it has learned and forgotten."""
-    options = parse(Finetune, argv, "limner finetune")
+    """Train, and print what the bundle has learned and forgotten."""
+    method = METHODS.get(pop_option("--method", argv)[0] or "", LoRA)  # `parse` rejects other names
+    required: Any = tyro.MISSING
+    default = Finetune(bundle=required, data=required, out=required, settings=method())
+    options = parse(Finetune, argv, "limner finetune", default)
     best = finetune(options.bundle, options.data, options.out, options.settings, options.ordinary)
-    bundle, adapter = escape_control(options.bundle), escape_control(options.out / "adapter")
+    bundle, out = escape_control(options.bundle), escape_control(options.out)
     print(best.summary())
-    print(f'draw with it: limner draw "..." --model {bundle} --adapter {adapter}')
+    model = f"{bundle} --adapter {escape_control(options.out / 'adapter')}" if method is LoRA else out
+    print(f'draw with it: limner draw "..." --model {model}')

@@ -15,8 +15,8 @@ replacing other records would lose those before they are read again.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -61,10 +61,8 @@ class ActivationCache:
     """
 
     def __init__(self, folder: Path, shape: tuple[int, int], max_bytes: int) -> None:
-        self.record = np.dtype(
-            [("check", f"V{_HASH_BYTES}"), ("sample", f"V{_HASH_BYTES}"), ("source", f"V{_HASH_BYTES}"),
-             ("values", "<f4", shape)]
-        )  # fmt: skip
+        key = f"V{_HASH_BYTES}"
+        self.record = np.dtype([("check", "<u4"), ("sample", key), ("source", key), ("values", "<f4", shape)])
         self.places = max_bytes // self.record.itemsize
         if not self.places:
             raise UserError(
@@ -88,11 +86,11 @@ class ActivationCache:
         place = self._place(sample, sample)
         if place is None:
             return None
-        data = bytearray(self._records[place].tobytes())  # a copy, which other processes cannot change
-        if data[: 3 * _HASH_BYTES] != self._check(data) + sample + source:
+        record = np.array(self._records[place : place + 1])  # a copy, which other processes cannot change
+        identified = record["sample"].tobytes() + record["source"].tobytes() == sample + source
+        if not identified or record["check"] != _checksum(record):
             return None
-        values = torch.frombuffer(data, dtype=torch.float32, offset=3 * _HASH_BYTES)
-        return values.view(self.record["values"].shape)
+        return torch.from_numpy(record["values"][0])
 
     def write(self, sample: bytes, source: bytes, values: Tensor) -> None:
         """Write a record, in place of an older one of this sample."""
@@ -100,11 +98,12 @@ class ActivationCache:
         place = self._place(sample, bytes(_HASH_BYTES)) if place is None else place
         if place is None or self.full:
             return
-        data = bytearray(_HASH_BYTES) + sample + source + values.numpy().tobytes()
-        data[:_HASH_BYTES] = self._check(data)
+        record = np.zeros(1, self.record)
+        record["sample"], record["source"], record["values"] = np.void(sample), np.void(source), values.numpy()
+        record["check"] = _checksum(record)
         try:
             self._file.seek(place * self.record.itemsize)
-            self.full = self._file.write(data) < len(data)
+            self.full = self._file.write(record.tobytes()) < self.record.itemsize
         except OSError:
             self.full = True
 
@@ -119,5 +118,7 @@ class ActivationCache:
         places = ((first + i) % self.places for i in range(min(PROBES, self.places)))
         return next((place for place in places if self._samples[place].tobytes() == stored), None)
 
-    def _check(self, data: Any) -> bytes:
-        return hashlib.blake2b(memoryview(data)[_HASH_BYTES:], digest_size=_HASH_BYTES).digest()
+
+def _checksum(record: np.ndarray) -> int:
+    """Return the CRC-32 of a record [1] without its field "check"."""
+    return zlib.crc32(record.view(np.uint8)[4:])

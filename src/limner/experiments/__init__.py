@@ -44,6 +44,8 @@ EXPERIMENTS = {
     "elastic-pipeline": "elastic_pipeline",
     "chunks": "elastic_pipeline",
     "detector": "detectors",
+    "freeze-alpha": "freezing",
+    "cache-timing": "freezing",
 }
 
 

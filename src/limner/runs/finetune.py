@@ -1,6 +1,6 @@
-"""Finetuning: a LoRA adapter of a bundle's prior, from a few pictures, that forgets as little as possible.
+"""Finetuning of a bundle's prior on a few pictures, with as little forgetting as possible.
 
-    RUN/tokens/   RUN/ordinary.safetensors   RUN/prior/   RUN/adapter/   RUN/bundle/
+    RUN/tokens/   RUN/ordinary.safetensors   RUN/prior/   RUN/bundle/   RUN/adapter/ (of LoRA)
 
 A prior that trains on five pictures alone learns them in fifty steps, and draws other captions worse with each step. So
 half of each batch are *ordinary samples*: pictures that the start bundle draws, at temperature 1, for captions similar
@@ -12,22 +12,22 @@ Only image tokens have a loss: predicting captions is of no use in drawing, and 
 
 The cross-entropies of the new pictures and of ordinary samples that do not train are measured every few steps, in nats
 per token. The step with the lowest sum of both is kept, and training stops after `PATIENCE` measurements without a
-lower one. The run trains neither the dVAE nor the contrastive model.
+lower one. The run trains neither the dVAE nor the contrastive model. A method of `finetune_methods.py` says which
+parameters of the prior train.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from limner import adapters, pretrained
+from limner import pretrained
 from limner.atomic_io import exclusive_lock, file_hash
 from limner.data.attribution import attribution, merge_attributions
 from limner.data.datasets import CaptionEncoding, ImageCaptionDataset, TokenDataset
@@ -38,18 +38,15 @@ from limner.data.token_cache import encode_tokens, weights_hash
 from limner.errors import UserError
 from limner.evaluation.reconstruction import psnr
 from limner.evaluation.validation import held_out_metrics
-from limner.numerics.seeding import fold_in
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.optimizers import AdamWConfig
 from limner.pipeline import TextToImage
 from limner.progress import Progress, progress
+from limner.runs.finetune_methods import FinetuneConfig
 from limner.runs.ordinary_samples import draw_ordinary, ordinary_captions
-from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.loop import train
 from limner.training.train_module import Batch
 from limner.training.train_state import Evaluate, TrainState
-from limner.validation import SEEDS, Range, Validated
 
 SCORED_SAMPLES = 64  # ordinary samples that measure forgetting; the others train
 PATIENCE = 3  # measurements without improvement after which training stops
@@ -59,44 +56,8 @@ _MAX_RECONSTRUCTIONS = 64
 _INFO_OF_START = ("name", "created", "limner", "scores", "attribution")  # that does not hold for the finetuned bundle
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinetuneConfig(Validated):
-    """Settings of finetuning.
-
-    Args:
-        rank: rank of the updates; the adapter has rank * (inputs + outputs) numbers for each linear layer.
-        steps: maximal number of updates; training stops earlier when it does not improve.
-        batch_size: samples per update.
-        ordinary_share: share of ordinary samples in a batch, which prevent forgetting.
-        lr: learning rate.
-        score_every: updates between two measurements of new and ordinary pictures.
-        seed: seed of initial updates, order of samples, and ordinary samples.
-    """
-
-    rank: Annotated[int, Range(1, adapters.MAX_RANK)] = 8
-    steps: Annotated[int, Range(1, 10**7)] = 60
-    batch_size: Annotated[int, Range(2, 2**16)] = 16
-    ordinary_share: Annotated[float, Range(0, lt=1)] = 0.5
-    lr: Annotated[float, Range(gt=0)] = 2e-3
-    score_every: Annotated[int, Range(1, 10**6)] = 10
-    seed: Annotated[int, SEEDS] = 0
-
-    @property
-    def ordinary_samples(self) -> int:
-        """Ordinary samples in a batch; at least one sample is new."""
-        return min(round(self.batch_size * self.ordinary_share), self.batch_size - 1)
-
-    @property
-    def training(self) -> TrainConfig:
-        return TrainConfig(
-            steps=self.steps, batch_size=self.batch_size, clip_norm=1.0, warmup_steps=10,
-            optimizer=AdamWConfig(lr=self.lr, betas=(0.9, 0.99), weight_decay=0.0), seed=self.seed,
-            eval_every=self.score_every, checkpoint_every=self.score_every, log_every=self.score_every,
-        )  # fmt: skip
-
-
 class BestStep(Hook):
-    """Scores every evaluation, keeps the updates of the best step, and ends training when none follows.
+    """Scores every evaluation, keeps the weights of the best step, and ends training when none follows.
 
     The score of a step is the sum of both cross-entropies, of new and of ordinary pictures.
 
@@ -131,7 +92,7 @@ class BestStep(Hook):
         self.bar.note(f"step {run.step}: new {metrics['new']:.4f}, ordinary {metrics['ordinary']:.4f} nats per token")
 
     def restore(self) -> None:
-        """Put the updates of the best step into the model."""
+        """Put the weights of the best step into the model."""
         vector_to_parameters(self.best, self.parameters)
 
     def summary(self) -> str:
@@ -168,7 +129,7 @@ class MixedStream:
 def finetune(
     start: str | Path, data: str | Path, out: Path, config: FinetuneConfig, ordinary: str | None = None
 ) -> BestStep:
-    """Train an adapter of the bundle `start` on `data`; write `out/adapter`, and `out/bundle` with the merged weights.
+    """Train the prior of the bundle `start` on `data` by a method; write `out/bundle`, and for LoRA `out/adapter`.
 
     Repeating the call after an interruption continues the run. `ordinary` names the captions of ordinary samples: a
     text file with one per line, or training data; None takes those of the bundled model `scenes`. Returns the scores.
@@ -188,15 +149,14 @@ def finetune(
             _dataset(pipe, ordinary_tokens[rows], [(caption,) for caption in captions[rows]])
             for rows in (slice(SCORED_SAMPLES, None), slice(SCORED_SAMPLES))
         )
-        new, weights = _encode(pipe, source, out), folder / "prior.safetensors"
-        best = _train(pipe, file_hash(weights), new, trained, scored, out, config)
-        adapters.save(pipe.prior, out / "adapter", str(start), weights)
-        merged = TextToImage.from_pretrained(folder, adapter=out / "adapter")
-        rows = merge_attributions(merged.info.get("attribution"), attribution(source))
-        kept = {key: value for key, value in merged.info.items() if key not in _INFO_OF_START}
-        about = {"start": str(start), "data": Path(data).name, "samples": len(source), "adapter_rank": config.rank}
-        merged.info = {**kept, **about, **({"attribution": rows} if rows else {})}
-        merged.save_pretrained(out / "bundle")
+        new, start_hash = _encode(pipe, source, out), file_hash(folder / "prior.safetensors")
+        best = _train(pipe, start_hash, new, trained, scored, out, config)
+        tuned = config.finish(pipe, str(start), folder, out)
+        rows = merge_attributions(tuned.info.get("attribution"), attribution(source))
+        kept = {key: value for key, value in tuned.info.items() if key not in _INFO_OF_START}
+        about = {"start": str(start), "data": Path(data).name, "samples": len(source), **config.info}
+        tuned.info = {**kept, **about, **({"attribution": rows} if rows else {})}
+        tuned.save_pretrained(out / "bundle")
     return best
 
 
@@ -227,7 +187,7 @@ def _train(
     pipe: TextToImage, start_hash: str, new: TokenDataset, trained: TokenDataset, scored: TokenDataset, out: Path,
     config: FinetuneConfig,
 ) -> BestStep:  # fmt: skip
-    """Train an adapter of the pipeline's prior, which then has the updates of the best step."""
+    """Train the pipeline's prior, which then has the weights of the best step."""
     objective, prior = Autoregressive(text_weight=0.0, logit_operands="autocast"), pipe.prior
     measures = {
         name: held_out_metrics(objective, part, _EVALUATION_BATCH, pipe.device)
@@ -237,16 +197,15 @@ def _train(
     def evaluate(model: Any, step: int) -> Mapping[str, float]:
         return {name: measure(model, step)["image"] for name, measure in measures.items()}
 
-    torch.manual_seed(fold_in(config.seed))
-    adapters.add_adapter(prior, config.rank, alpha=2 * config.rank)
+    config.prepare(prior)
     streams = [Stream(new, config.batch_size - config.ordinary_samples, config.seed)]
     if config.ordinary_samples:
         streams.append(Stream(trained, config.ordinary_samples, config.seed))
-    adapter = {"rank": config.rank, "ordinary_samples": config.ordinary_samples}
-    record = {"adapter": adapter, "model": prior.config, "objective": objective, "start": start_hash}
+    record = {**config.record, "model": prior.config, "objective": objective, "start": start_hash}
     with progress("finetuning", config.steps) as bar:
         run = TrainState(prior, objective, config.training, pipe.device)
         best = BestStep(run, evaluate, bar)
-        train(run, MixedStream(*streams), out / "prior", evaluate=evaluate, record=record, hooks=[best], bar=bar)
+        hooks = [*config.hooks(run, out, [new, trained]), best]
+        train(run, MixedStream(*streams), out / "prior", evaluate=evaluate, record=record, hooks=hooks, bar=bar)
     best.restore()
     return best

@@ -1,5 +1,7 @@
 """Finetuning learns new pictures, keeps the best step, stops by itself, and resumes bit for bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,17 +13,21 @@ from limner.bundles import read_info
 from limner.cli import main
 from limner.errors import UserError
 from limner.evaluation.validation import held_out_metrics
+from limner.json_files import read_json
 from limner.pipeline import load
 from limner.progress import Progress
 from limner.runs import finetune as module
-from limner.runs.finetune import PATIENCE, BestStep, FinetuneConfig, MixedStream, finetune
+from limner.runs.finetune import PATIENCE, BestStep, MixedStream, finetune
+from limner.runs.finetune_methods import ElasticFinetuning, FullFinetuning, LoRA
 from limner.runs.ordinary_samples import ORDINARY_SAMPLES, ordinary_captions
 from limner.tasks.captions import parse
 from limner.training.config import TrainConfig
+from limner.training.freezing import ScheduledFreezing
+from limner.training.metrics_log import read_metrics
 from limner.training.train_state import TrainState
 from tiny import WORDS, tiny_pipe
 
-CONFIG = FinetuneConfig(rank=4, steps=6, batch_size=4, score_every=2, lr=5e-2)
+CONFIG = LoRA(rank=4, steps=6, batch_size=4, score_every=2, lr=5e-2)
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +102,48 @@ def test_an_interrupted_run_resumes_bit_for_bit(bundle, data, words, tmp_path, m
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+def test_full_finetuning_writes_a_bundle_with_the_weights_of_the_best_step(bundle, data, words, tmp_path):
+    config = FullFinetuning(steps=6, batch_size=4, score_every=2, lr=5e-3)
+    best = finetune(bundle, data, tmp_path / "run", config, words)
+    assert best.best_row[1] < best.scores[0][1] - 0.05
+    assert not (tmp_path / "run/adapter").exists()
+    pipe, start = load(tmp_path / "run"), load(bundle)
+    new = module._encode(pipe, module.open_source(str(data)), tmp_path / "run")
+    measured = held_out_metrics(module.Autoregressive(), new, 64, pipe.device)(pipe.prior, 0)["image"]
+    assert measured == pytest.approx(best.best_row[1], abs=2e-2)
+    assert (pipe.info["finetuning"], pipe.info["start"]) == ("full", str(bundle))
+    changed = [
+        name for name, value in start.prior.state_dict().items() if not value.equal(pipe.prior.state_dict()[name])
+    ]
+    assert {"embed.image.weight", "blocks.0.mlp.branch.up.weight", "head.image.weight"} <= set(changed)
+
+
+def test_elastic_finetuning_freezes_and_caches_and_has_the_losses_of_the_uncached_run(bundle, data, words, tmp_path):
+    rule = ScheduledFreezing(share=0.6, start=0, end=0)
+    config = ElasticFinetuning(steps=18, batch_size=4, score_every=1, lr=1e-3, freezing=rule, freeze_every=2)
+    rows = {}
+    for name, cache_mb in (("cached", 64), ("computed", 0)):
+        finetune(bundle, data, tmp_path / name, replace(config, cache_mb=cache_mb), words)
+        rows[name] = read_metrics(tmp_path / name / "prior/metrics.jsonl")
+        assert not (tmp_path / name / "activations").exists()
+    losses = {name: [row["loss"] for row in part] for name, part in rows.items()}
+    assert losses["cached"] == pytest.approx(losses["computed"], abs=1e-5)
+    assert [row["frozen"] for row in rows["cached"]][-2:] == [3, 3]
+    assert rows["cached"][-1]["cache/hits"] > 0
+    start, pipe = load(bundle).prior.state_dict(), load(tmp_path / "cached").prior.state_dict()
+    assert not start["blocks.0.mlp.branch.up.weight"].equal(pipe["blocks.0.mlp.branch.up.weight"])  # the warm-up
+
+
+def test_another_method_in_the_same_folder_is_refused(bundle, data, words, tmp_path):
+    finetune(bundle, data, tmp_path / "run", FullFinetuning(steps=1, batch_size=2), words)
+    with pytest.raises(UserError, match="another finetuning.method"):
+        finetune(bundle, data, tmp_path / "run", ElasticFinetuning(steps=1, batch_size=2), words)
+
+
 def test_a_run_with_another_rank_is_refused(bundle, data, words, tmp_path):
-    finetune(bundle, data, tmp_path / "run", FinetuneConfig(steps=1, batch_size=2), words)
+    finetune(bundle, data, tmp_path / "run", LoRA(steps=1, batch_size=2), words)
     with pytest.raises(UserError, match="another adapter.rank"):
-        finetune(bundle, data, tmp_path / "run", FinetuneConfig(rank=2, steps=1, batch_size=2), words)
+        finetune(bundle, data, tmp_path / "run", LoRA(rank=2, steps=1, batch_size=2), words)
 
 
 def scored(rows):
@@ -175,3 +219,15 @@ def test_the_command_says_what_it_learned_and_how_to_draw(bundle, data, words, t
     assert "reconstructs the new pictures with" in printed.err
     assert main(["finetune", str(bundle), str(data), "--out", str(tmp_path / "other")]) == 2
     assert "--ordinary" in capsys.readouterr().err
+
+
+def test_the_command_takes_a_method_and_its_settings(bundle, data, words, tmp_path, capsys):
+    command = ["finetune", str(bundle), str(data), "--out", str(tmp_path / "run"), "--ordinary", words, "--steps", "1"]
+    options = ["--method", "elastic", "--freezing", "ScheduledFreezing", "--freezing.share", "0.3", "--cache-mb", "8"]
+    assert main([*command, *options]) == 0
+    assert f"--model {tmp_path / 'run'}\n" in capsys.readouterr().out
+    saved = read_json(tmp_path / "run/prior/config.json")["freezing"]
+    assert saved == {"rule": "ScheduledFreezing", "settings": {"share": 0.3, "start": 0.0, "end": 0.5}, "every": 5}
+    for words, message in ((["--method", "full", "--rank", "4"], "unknown: --rank"), (["--method", "some"], "elastic")):
+        assert main([*command, *words]) == 2
+        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A cached run has the losses of one that computes everything, whatever the cache holds."""
+"""A cached run has the losses of one that computes everything, with a full, an empty and a damaged cache."""
 
 import shutil
 from dataclasses import replace
