@@ -23,6 +23,7 @@ import torch
 from limner.bundles import load_model
 from limner.data.datasets import CaptionEncoding, TokenDataset
 from limner.data.stream import Stream
+from limner.models.transformer import Transformer
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
 from limner.training.auto_cache import AutoCache
@@ -45,13 +46,11 @@ class Numbers:
 class Variant:
     """A run whose first `share` of the blocks is frozen."""
 
-    def __init__(
-        self, model: torch.nn.Module, data: TokenDataset, batch: int, share: float, folder: Path | None
-    ) -> None:
+    def __init__(self, model: Transformer, data: TokenDataset, batch: int, share: float, folder: Path | None) -> None:
         config = TrainConfig(steps=10**6, batch_size=batch, optimizer=AdamWConfig(lr=1e-5), seed=0)
         self.run = TrainState(copy.deepcopy(model).requires_grad_(True), Autoregressive(text_weight=0.0), config)
         freezing = Freezing(self.run, ScheduledFreezing(share=share, start=0, end=0), 1, lambda metrics: 0.0)
-        freezing.level = share * len(self.run.model.blocks) + 1e-9
+        freezing.level = share * model.config.depth + 1e-9
         self.hooks: list[Hook] = [freezing]
         if folder:
             self.hooks.append(AutoCache(self.run, freezing, folder, 1 << 30, [data]))

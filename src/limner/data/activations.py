@@ -121,4 +121,4 @@ class ActivationCache:
 
 def _checksum(record: np.ndarray) -> int:
     """Return the CRC-32 of a record [1] without its field "check"."""
-    return zlib.crc32(record.view(np.uint8)[4:])
+    return zlib.crc32(record.view(np.uint8)[4:].data)

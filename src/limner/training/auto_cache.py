@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,36 +29,20 @@ from limner.data.token_cache import weights_hash
 from limner.errors import UserError
 from limner.training.freezing import Freezing
 from limner.training.hooks import Hook
-from limner.training.train_module import Objective
+from limner.training.train_module import StagedObjective
 from limner.training.train_state import TrainState
 
-__all__ = ["AutoCache", "BlockObjective"]
+__all__ = ["AutoCache"]
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 TIMINGS = 3  # of which the fastest counts
-
-Loss = tuple[Tensor, Mapping[str, Tensor]]
-
-
-class BlockObjective(Objective, Protocol):
-    """An objective that separates what is before the model's blocks from what is after them."""
-
-    def inputs(self, model: Any, batch: Any) -> Tensor:
-        """Return the input of the first block, [B, n, D]."""
-        ...
-
-    def loss(self, model: Any, batch: Any, x: Tensor) -> Loss:
-        """Return loss and metrics from the output of the last block, [B, n, D]."""
-        ...
-
-    def batch_stats(self, batch: Any) -> Mapping[str, Tensor]: ...
 
 
 class AutoCache(Hook):
     """Caches the output of the part of `run.model` that `freezing` has frozen, for the run's objective.
 
     Args:
-        run: its objective must be a `BlockObjective`; it is replaced until the hook closes.
+        run: its objective must be a `StagedObjective`; another one replaces it until the hook closes.
         freezing: an earlier hook of the same run.
         folder: folder of the cache's file.
         max_bytes: bound of the file's size.
@@ -70,7 +54,8 @@ class AutoCache(Hook):
         read_seconds, computed_seconds: time of reading and of computing the sample that was timed last.
         hits, rows: samples that were read, and all samples, since the last row of metrics.
 
-    Raises `UserError` if the tokens of a sample or its activations differ between epochs.
+    Raises `UserError` if the tokens of a sample or its activations differ between epochs, or the objective is not a
+    `StagedObjective`.
     """
 
     def __init__(
@@ -82,8 +67,11 @@ class AutoCache(Hook):
         if any(isinstance(module, DROPOUTS) and module.p for module in modules):
             raise UserError("dropout gives a sample other activations in each epoch: train without the cache")
         self.freezing, self.folder, self.max_bytes, self.trainable = freezing, folder, max_bytes, run.trainable
-        self.objective = cast(BlockObjective, run.trainable.objective)
-        run.trainable.objective = _FromBoundary(self)
+        self.objective: Any = run.trainable.objective
+        if not isinstance(self.objective, StagedObjective):
+            name = type(self.objective).__name__
+            raise UserError(f"{name} does not separate what is before and after the blocks: train without the cache")
+        run.trainable.objective = _FromBoundary(self, self.objective)
         self.cache: ActivationCache | None = None
         self.depth, self.sources = 0, dict[int, bytes]()  # identity of each frozen part that was cached, by depth
         self.reads: bool | None = None
@@ -162,17 +150,17 @@ class AutoCache(Hook):
 class _FromBoundary:
     """The objective of a run, computed from the activations of an `AutoCache`."""
 
-    def __init__(self, cached: AutoCache) -> None:
-        self.cached = cached
+    def __init__(self, cached: AutoCache, objective: Any) -> None:
+        self.cached, self.objective = cached, objective
+        if hasattr(objective, "batch_stats"):
+            self.batch_stats = objective.batch_stats
 
-    def __call__(self, model: Any, batch: Any, step: int, generator: torch.Generator) -> Loss:
-        cached = self.cached
-        if not cached.depth:
-            return cached.objective(model, batch, step, generator)
-        return cached.objective.loss(model, batch, model.run(cached.activations(model, batch), cached.depth))
-
-    def batch_stats(self, batch: Any) -> Mapping[str, Tensor]:
-        return self.cached.objective.batch_stats(batch)
+    def __call__(
+        self, model: Any, batch: Any, step: int, generator: torch.Generator
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        if not (depth := self.cached.depth):
+            return self.objective(model, batch, step, generator)
+        return self.objective.loss(model, batch, model.run(self.cached.activations(model, batch), depth))
 
 
 def _fastest(work: Callable[[], object]) -> float:

@@ -5,12 +5,12 @@ method of the model that the objective calls. Checkpoints hold the model's own p
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Objective", "Trainable"]
+__all__ = ["Objective", "StagedObjective", "Trainable"]
 
 Batch = Mapping[str, Tensor]
 
@@ -24,6 +24,8 @@ class Objective(Protocol):
 
     An objective that stops training some parameters shows from which step, as `freeze_encoder_from`.
 
+    An objective of a model that may be cut into pipeline stages has two more methods (`StagedObjective`).
+
     An objective that compares samples may have a method `gathered(all_gather)`, which returns the objective for one of
     several processes. `all_gather` concatenates the rows of all processes (`Parallel.all_gather_with_grad`).
     """
@@ -31,6 +33,21 @@ class Objective(Protocol):
     def __call__(
         self, model: Any, batch: Any, step: int, generator: torch.Generator, /
     ) -> tuple[Tensor, Mapping[str, Tensor]]: ...
+
+
+@runtime_checkable
+class StagedObjective(Protocol):
+    """An objective whose model may be cut between its `blocks`, of which `model.run(x, start, stop)` computes a range.
+    The model's module `embed` computes the input of the first block. All other modules are used after the last block.
+    """
+
+    def inputs(self, model: Any, batch: Any, /) -> Tensor:
+        """Return the input of the first block, [B, ...]; the output of each block has the same shape and format."""
+        ...
+
+    def loss(self, model: Any, batch: Any, x: Tensor, /) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return loss and metrics, as the objective itself does, from the output of the last block."""
+        ...
 
 
 class Trainable(nn.Module):

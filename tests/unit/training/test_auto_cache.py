@@ -155,6 +155,12 @@ def test_dropout_is_refused():
         AutoCache(run, Freezing(run, Stairs(), 1, len), "cache", 1 << 20, [])
 
 
+def test_an_objective_that_is_not_in_stages_is_refused():
+    run = TrainState(PRIOR.build(), lambda *arguments: None, CONFIG)
+    with pytest.raises(UserError, match="does not separate what is before and after the blocks"):
+        AutoCache(run, Freezing(run, Stairs(), 1, len), "cache", 1 << 20, [])
+
+
 def test_activations_of_another_format_are_refused(tmp_path):
     model = PRIOR.build().double()
     run = TrainState(model, Autoregressive(), CONFIG)

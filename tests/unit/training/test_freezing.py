@@ -156,6 +156,17 @@ def test_norms_are_those_of_the_layers():
     assert hook.latest == pytest.approx([float(x) for x in expected])
 
 
+def test_a_skipped_update_does_not_count():
+    run = state(replace(CONFIG, warmup_steps=0))
+    hook = Freezing(run, GradientNormFreezing(), 2, score)
+    for run.step, run.norm in ((1, 1.0), (2, math.nan), (3, 2.0)):
+        run.loss, hook.latest = 1.0, [run.norm] * 5
+        hook.after_update(run)
+        hook.decisions.clear()
+    assert hook.sums == [2.0] * 5  # the window of steps 1 and 2 has ended
+    assert hook.previous == [1.0] * 5
+
+
 def test_a_worse_evaluation_unfreezes_the_last_frozen_block(tmp_path):
     scores = iter([1.0, 1.0, 2.0, 2.0, 0.5, 0.5])
     config = replace(CONFIG, eval_every=2)
