@@ -119,7 +119,7 @@ class Replicated(Parallel):
         """Average the gradients over replicas by a reducer."""
         self.reduction = OverlappedReducer(make_reducer(), buckets(trainable.model), Replicas(self.replica_group))
 
-    def microbatch(self, last: bool) -> AbstractContextManager[object]:
+    def _microbatch(self, last: bool) -> AbstractContextManager[object]:
         self.reduction.last = last
         return nullcontext() if last or self._wrapped is None else self._wrapped.no_sync()
 

@@ -155,10 +155,10 @@ class Sharded(Replicated):
         return Shard(shard_dim(p.shape, self.mesh.size()))
 
     @contextmanager
-    def microbatch(self, last: bool) -> Iterator[None]:
+    def _microbatch(self, last: bool) -> Iterator[None]:
         """Gradients of earlier micro-batches stay unsharded on their process."""
         self._modules[-1].set_requires_gradient_sync(last)
-        with super().microbatch(last):
+        with super()._microbatch(last):
             yield
 
     @contextmanager

@@ -81,7 +81,7 @@ class SimulatedReplicas(SingleProcess):
         return module
 
     @contextmanager
-    def microbatch(self, last: bool) -> Iterator[None]:
+    def _microbatch(self, last: bool) -> Iterator[None]:
         """Run one replica's share, and undo the gradient's division by the number of replicas."""
         yield
         for p, own in zip(self._model.parameters(), self._models[self._replica].parameters(), strict=True):

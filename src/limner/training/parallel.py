@@ -18,15 +18,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
+from limner.numerics.precision import upcast
 from limner.optim.grad_access import total_norm, unscale
 from limner.training.checkpoint import Checkpointer
-from limner.training.train_module import Trainable
+from limner.training.config import TrainConfig
+from limner.training.spans import span
+from limner.training.train_module import Batch, Trainable
 
 
 class ReductionState:
@@ -82,6 +86,17 @@ class Reduction(ReductionState):
     def load_state_dict(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
         """Load the state from CPU tensors, whole or sharded. `errors` holds the buffers of this replica or, if the
         number of replicas has changed, of each saved replica. Raises `UserError` if a shape differs."""
+
+
+class GradientInputs(Protocol):
+    """The part of a `TrainState` that computing gradients needs."""
+
+    config: TrainConfig
+    device: torch.device
+    trainable: Trainable
+    wrapped: nn.Module
+    generator: torch.Generator
+    step: int
 
 
 class Parallel(ABC):
@@ -148,15 +163,45 @@ class Parallel(ABC):
 
     def shard_stream(self, stream: Any) -> None:
         """Make the stream yield this rank's share of each batch."""
-        if self.world_size > 1:
-            stream.shard(self.rank, self.world_size)
+        if self.data_shares > 1:
+            stream.shard(self.rank, self.data_shares)
+
+    @property
+    def data_shares(self) -> int:
+        """Number of shares into which the ranks divide each batch."""
+        return self.world_size
 
     def init_context(self) -> AbstractContextManager[object]:
         """Return a context manager in which all ranks build a model for `prepare`. Its weights may be sharded, with the
         values that one process would draw; use `optim/dtensor.py` to read or change them."""
         return nullcontext()
 
-    def microbatch(self, last: bool) -> AbstractContextManager[object]:
+    def gradients(self, run: GradientInputs, batch: Batch) -> dict[str, Tensor]:
+        """Run forward and backward of this rank's batch in micro-batches, whose sizes differ by at most one. Return the
+        loss and the metrics of the objective, weighted by samples, "loss" first."""
+        config, rows = run.config, len(next(iter(batch.values())))
+        if config.accumulate * self.world_size > 1:
+            batch = self._with_batch_stats(run, batch)
+        metrics: dict[str, Tensor] = {}
+        edges = sorted({rows * i // config.accumulate for i in range(config.accumulate + 1)})
+        for start, end in pairwise(edges):
+            microbatch = {name: to_device(tensor[start:end], run.device) for name, tensor in batch.items()}
+            weight = (end - start) / rows
+            with self._microbatch(last=end == rows):
+                with span("forward"), config.precision.autocast(run.device):
+                    loss, values = run.wrapped(microbatch, run.step, run.generator)
+                with span("backward"):
+                    (loss * weight).backward()
+            for name, value in {"loss": loss, **values}.items():
+                metrics[name] = metrics.get(name, 0.0) + upcast(value.detach()) * weight
+        return metrics
+
+    def _with_batch_stats(self, run: GradientInputs, batch: Batch) -> Batch:
+        """Add the values of the whole batch that the objective needs for a part of it."""
+        shared = getattr(run.trainable.objective, "batch_stats", None)
+        return {**batch, **{name: self.mean(value) for name, value in shared(batch).items()}} if shared else batch
+
+    def _microbatch(self, last: bool) -> AbstractContextManager[object]:
         """Return a context manager for a micro-batch; `last` marks the last of an update."""
         return nullcontext()
 
@@ -164,6 +209,10 @@ class Parallel(ABC):
         """Return a context manager in which all ranks together may call the model's methods. Outside of it weights may
         be sharded, and only a call of the module that `prepare` returned gathers them."""
         return nullcontext()
+
+    def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the norm of all gradients of the model together, [], equal on all ranks."""
+        return self.reduction.grad_norm(parameters)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average each gradient over ranks, unless the backward pass has done so, and divide it by its scale."""
@@ -179,6 +228,12 @@ class _AllGatherWithGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
         return ctx.parallel.sum(upstream[0])[ctx.parallel.rank * ctx.rows :][: ctx.rows], None
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy the tensor to the device; for CUDA from pinned memory and asynchronously."""
+    pinned = device.type == "cuda" and tensor.device.type == "cpu"
+    return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
 
 
 class SingleProcess(Parallel):

@@ -1,4 +1,4 @@
-"""One step of training: forward and backward in micro-batches, clipping, the update.
+"""One step of training: the gradients of a batch, clipping, the update.
 
 The loop and all timing of training call `update`. Objectives receive steps counted from 0;
 after the update `run.step` is the number of updates done.
@@ -6,12 +6,10 @@ after the update `run.step` is the number of updates done.
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from limner.numerics.precision import upcast
 from limner.optim.grad_access import clip_grads_with_norm
 from limner.optim.schedules import cooldown, warmup
 from limner.training.hooks import Hook
@@ -33,12 +31,12 @@ def update(run: TrainState, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[st
     factor = ramp * run.schedule.factor(run.step - config.warmup_steps)
     run.lr = config.optimizer.lr * factor
     rows = len(next(iter(batch.values())))
-    metrics = _gradients(run, batch, rows)
+    metrics = parallel.gradients(run, batch)
     with span("reduction"):
         parallel.reduce(run.parameters)
     for hook in hooks:
         hook.after_backward(run)
-    norm = parallel.reduction.grad_norm(run.parameters)
+    norm = parallel.grad_norm(run.parameters)
     # The only synchronization with the device in a step.
     run.loss, run.norm = torch.stack([parallel.mean(metrics["loss"]), norm]).tolist()
     finite = math.isfinite(run.loss) and math.isfinite(run.norm)
@@ -61,33 +59,11 @@ def update(run: TrainState, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[st
         run.skipped += 1
         _discard_gradients(run)
     run.consecutive_bad_steps = run.consecutive_bad_steps + 1 if run.loss_exploded or not finite else 0
-    run.step, run.samples = run.step + 1, run.samples + rows * parallel.world_size
+    run.step, run.samples = run.step + 1, run.samples + rows * parallel.data_shares
     for hook in hooks:
         hook.after_update(run)
     if run.consecutive_bad_steps >= config.max_bad_steps:
         raise run.diverged()
-    return metrics
-
-
-def _gradients(run: TrainState, batch: Batch, rows: int) -> dict[str, Tensor]:
-    """Run forward and backward of all micro-batches; return their metrics, weighted by samples."""
-    config, parallel = run.config, run.parallel
-    if config.accumulate * parallel.world_size > 1 and (
-        shared := getattr(run.trainable.objective, "batch_stats", None)
-    ):
-        batch = {**batch, **{name: parallel.mean(value) for name, value in shared(batch).items()}}
-    metrics: dict[str, Tensor] = {}
-    edges = sorted({rows * i // config.accumulate for i in range(config.accumulate + 1)})  # sizes differ by at most one
-    for start, end in pairwise(edges):
-        microbatch = {name: _to(tensor[start:end], run.device) for name, tensor in batch.items()}
-        weight = (end - start) / rows
-        with parallel.microbatch(last=end == rows):
-            with span("forward"), config.precision.autocast(run.device):
-                loss, values = run.wrapped(microbatch, run.step, run.generator)
-            with span("backward"):
-                (loss * weight).backward()
-        for name, value in {"loss": loss, **values}.items():
-            metrics[name] = metrics.get(name, 0.0) + upcast(value.detach()) * weight
     return metrics
 
 
@@ -104,9 +80,3 @@ def _apply_gradients(run: TrainState, factor: float) -> None:
 def _discard_gradients(run: TrainState) -> None:
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy the tensor to the device; for CUDA from pinned memory and asynchronously."""
-    pinned = device.type == "cuda" and tensor.device.type == "cpu"
-    return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)

@@ -48,7 +48,7 @@ def gradients(
             p.grad = None
         share = batch(step, parallel.rank, parallel.world_size)
         for i in range(accumulate):
-            with parallel.microbatch(last=i == accumulate - 1):
+            with parallel._microbatch(last=i == accumulate - 1):
                 part = {name: x.chunk(accumulate)[i] for name, x in share.items()}
                 (compute(part, step, torch.Generator())[0] / accumulate).backward()
         parallel.reduce(model.parameters())
