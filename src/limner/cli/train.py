@@ -52,11 +52,16 @@ class Train(Validated):
     stages: tuple[Stage, ...] = ()
     """Stages to train; all by default."""
     parallel: process_group.Kind = "ddp"
-    """State in each process of torchrun: all of it (ddp), a shard of it (fsdp), or all weights and a
-    shard of gradients, averages and moments (zero2)."""
+    """State in each process of torchrun: all of it (ddp), a shard of it (fsdp), all weights and a
+    shard of gradients, averages and moments (zero2), or that of some blocks of the prior (pipeline)."""
     dp_replicate: Annotated[int | process_group.PerNode, Range(1, 2**16)] = 1
     """Number of process groups that each hold all weights, for fsdp and zero2; per-node makes each machine a group,
     also after a machine is lost or added."""
+    pipeline_stages: Annotated[int | None, Range(1, 2**16)] = None
+    """Number of processes that together hold all blocks of the prior, for pipeline; all processes by default."""
+    pipeline_schedule: process_group.PipelineSchedule = "1f1b"
+    """Order of the micro-batches, for pipeline: 1f1b stores the activations of few micro-batches, gpipe of all;
+    interleaved gives each process two parts of the model, and waits less."""
     deterministic: bool = False
     """Train reproducibly: the same command gives the same weights. Slower on GPUs; stages are trained one by one."""
     debug_nonfinite: bool = False
@@ -97,7 +102,9 @@ def main(argv: Sequence[str]) -> None:
         time_estimate.print_estimate(resolved, options.out, stages, recipes.fallback_recipe(options.recipe))
 
     stage_hooks = _stage_hooks(options)
-    joined = process_group.join_process_group(options.parallel, options.dp_replicate, _reducer(options))
+    joined = process_group.join_process_group(
+        options.parallel, options.dp_replicate, _reducer(options), options.pipeline_stages, options.pipeline_schedule
+    )
     with deterministic(options.deterministic), joined as parallel:
         if options.debug_nonfinite and parallel:
             raise UserError("--debug-nonfinite repeats a step in one process: run the command without torchrun")

@@ -56,9 +56,15 @@ class OverlappedReducer(Reduction):
         trained = {name: [p for p in b.parameters.values() if p.requires_grad] for name, b in buckets.items()}
         self._num_grads = {name: len(parameters) for name, parameters in trained.items()}
         self._missing = dict(self._num_grads)
-        for name, parameters in trained.items():
-            for p in parameters:
-                p.register_post_accumulate_grad_hook(lambda p, name=name: self._on_gradient(name, p))
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(lambda p, name=name: self._on_gradient(name, p))
+            for name, parameters in trained.items()
+            for p in parameters
+        ]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.no_grad()
     def _on_gradient(self, name: str, p: Tensor) -> None:
@@ -129,7 +135,6 @@ class OverlappedReducer(Reduction):
         return errors if size <= MAX_ERROR_BYTES_PER_WEIGHT * sum(error.numel() for error in errors.values()) else {}
 
     def mean_error_buffers(self) -> dict[str, Tensor]:
-        """Return the mean of the error buffers over replicas, in fp32. All replicas must call it."""
         means = {}
         for name, error in self.reducer.error_buffers().items():
             mean = unpack_error(error).clone()

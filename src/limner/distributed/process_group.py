@@ -20,6 +20,7 @@ import torch
 from torch import distributed
 
 from limner.distributed.gradient_reducers import Bf16Reducer
+from limner.distributed.pipeline_layout import PipelineLayout
 from limner.distributed.powersgd import PowerSGD
 from limner.distributed.rendezvous import agree_on_run_id
 from limner.distributed.replicated import ReducerFactory, Replicated
@@ -28,8 +29,9 @@ from limner.errors import UserError
 
 __all__ = ["REDUCERS", "count_nodes", "join_process_group", "rank"]
 
-Kind = Literal["ddp", "fsdp", "zero2"]
+Kind = Literal["ddp", "fsdp", "zero2", "pipeline"]
 PerNode = Literal["per-node"]
+PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
 
 #: Gradient reducers by the names of `--grad-compression`; None leaves the choice to `Parallel.grad_compression_rank`.
 REDUCERS: dict[str, ReducerFactory | None] = {
@@ -38,6 +40,7 @@ REDUCERS: dict[str, ReducerFactory | None] = {
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # timeout of a collective
 CONNECT_TIMEOUT = 180.0  # seconds to wait for all processes; then the waiting ones must restart
+INTERLEAVED_CHUNKS = 2  # pieces of the model on each stage of the interleaved schedule
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # Messages of gloo and NCCL when another process has ended, or does not answer.
@@ -52,19 +55,26 @@ def rank() -> int:
 
 @contextmanager
 def join_process_group(
-    kind: Kind = "ddp", replicas: int | PerNode = 1, make_reducer: ReducerFactory | None = None
+    kind: Kind = "ddp",
+    replicas: int | PerNode = 1,
+    make_reducer: ReducerFactory | None = None,
+    pipeline_stages: int | None = None,
+    pipeline_schedule: PipelineSchedule = "1f1b",
 ) -> Iterator[Replicated | None]:
     """Join the process group within the block and yield the strategy; yield None in a single process. Only the first
     rank shows warnings.
 
     Args:
-        kind: "ddp" if each process holds all weights, else the kind of sharding.
+        kind: "ddp" if each process holds all weights, "pipeline" if it holds some blocks, else the kind of sharding.
         replicas: number of replicas of sharded weights; "per-node" takes the number of machines at this start.
         make_reducer: constructor of a gradient reducer for each trained model (`Replicated`).
+        pipeline_stages, pipeline_schedule: processes of a pipeline, by default all, and its schedule.
 
     Raises `UserError` if the processes cannot connect, if another process has ended or does not answer, or if `kind`,
     `replicas` and the number of processes do not match.
     """
+    if kind != "pipeline" and (pipeline_stages or pipeline_schedule != "1f1b"):
+        raise UserError("--pipeline-stages and --pipeline-schedule need --parallel pipeline")
     if not os.environ.get("RANK"):
         if kind != "ddp" or replicas != 1 or make_reducer:
             raise UserError("--parallel, --dp-replicate, --grad-compression need processes: start them with torchrun")
@@ -75,7 +85,10 @@ def join_process_group(
     _init_process_group()
     try:
         with warnings.catch_warnings(action="ignore") if rank() else nullcontext():
-            yield _strategy(kind, replicas, make_reducer)
+            if kind == "pipeline":
+                yield _pipelined(replicas, make_reducer, pipeline_stages, pipeline_schedule)
+            else:
+                yield _strategy(kind, replicas, make_reducer)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         if PEER_ENDED.search(str(error)):
@@ -87,6 +100,32 @@ def join_process_group(
         raise UserError(f"{summary} ({reason})") from None
     finally:
         distributed.destroy_process_group()
+
+
+def _pipelined(
+    replicas: int | PerNode, make_reducer: ReducerFactory | None, stages: int | None, schedule: PipelineSchedule
+) -> Replicated:
+    from limner.distributed.pipeline import Pipelined  # imported here because it takes half a second
+
+    world_size = distributed.get_world_size()
+    stages = stages or world_size
+    if replicas != 1:
+        raise UserError(
+            "--parallel pipeline makes each pipeline a replica: omit --dp-replicate, choose --pipeline-stages"
+        )
+    if world_size % stages:
+        raise UserError(
+            f"{world_size} processes cannot be divided into pipelines of {stages}: choose --pipeline-stages that "
+            f"divides {world_size}"
+        )
+    if make_reducer and stages == world_size:
+        raise UserError(
+            "all processes together are one pipeline, so --grad-compression has no effect: choose fewer "
+            "--pipeline-stages, or omit --grad-compression"
+        )
+    chunks = INTERLEAVED_CHUNKS if schedule == "interleaved" and stages > 1 else 1
+    layout = PipelineLayout(stages=stages, replicas=world_size // stages, chunks=chunks)
+    return Pipelined(layout, "gpipe" if schedule == "gpipe" else "1f1b", make_reducer)
 
 
 def _strategy(kind: Kind, replicas: int | PerNode, make_reducer: ReducerFactory | None) -> Replicated:

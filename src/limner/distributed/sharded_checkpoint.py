@@ -35,6 +35,7 @@ from limner.atomic_io import file_hash
 from limner.errors import UserError
 from limner.optim.dtensor import is_dtensor, to_local
 from limner.training.checkpoint import Checkpointer, Tensors, write_error
+from limner.training.dcp_reader import parameter_name
 
 T = TypeVar("T")
 VISIBILITY_TIMEOUT = 60.0  # seconds for a network file system to show a new file
@@ -51,7 +52,7 @@ class ShardedCheckpointer(Checkpointer):
     def __init__(self, files: Checkpointer, replicas: int = 1, replica: int = 0) -> None:
         super().__init__(files.run, files.keep)
         self.files, self.rank = files, distributed.get_rank()
-        self._holders = {True: (replicas, replica), False: (distributed.get_world_size(), self.rank)}
+        self._replica = replicas, replica
         self._group: Any = distributed.new_group(backend="gloo")
         self._copies: dict[str, Tensor] = {}
         self._thread = ThreadPoolExecutor(1)
@@ -77,7 +78,15 @@ class ShardedCheckpointer(Checkpointer):
         return self.folder / newest.name if newest else None
 
     def error_buffers(self, checkpoint: Path, model: nn.Module, *_: int) -> Iterator[Mapping[str, Tensor]]:
-        return super().error_buffers(checkpoint, model, *self._holders[True])
+        return super().error_buffers(checkpoint, model, *self.replica())
+
+    def replica(self) -> tuple[int, int]:
+        """Return the number of processes that hold the same parts of tensors, and the index of this one."""
+        return self._replica
+
+    def is_part(self, parameter: str, value: Tensor) -> bool:
+        """Return True if only the processes of the replica group hold the value, a tensor of a parameter or of ""."""
+        return is_dtensor(value)
 
     def acquire(self) -> None:
         """Raises `UserError` if processes do not see each other's files."""
@@ -100,13 +109,17 @@ class ShardedCheckpointer(Checkpointer):
     @torch.no_grad()
     def _copy(self, tensors: Tensors) -> None:
         """Copy the tensors that this process writes to the CPU. A tensor goes to its holder with the fewest bytes.
-        All processes see the same names in the same order and compute the same assignment."""
+        The holders of a tensor have the same names and compute the same assignment."""
         reusable, self._copies = self._copies, {}
-        bytes_of = {shared: [0] * count for shared, (count, _) in self._holders.items()}
+        holders = {True: self.replica(), False: (distributed.get_world_size(), self.rank)}
+        bytes_of = {part: [0] * count for part, (count, _) in holders.items()}
         for group, values in tensors.items():
-            replica_group = f"errors.{self._holders[True][1]}" if group == "errors" else ""
-            for name, value in values.items():
-                totals, (_, holder) = bytes_of[is_dtensor(value)], self._holders[is_dtensor(value)]
+            replica_group = f"errors.{self.replica()[1]}" if group == "errors" else ""
+            for name, value in sorted(values.items()):
+                if value.is_meta:  # of another stage of a pipeline
+                    continue
+                part = self.is_part(parameter_name(group, name), value)
+                totals, (_, holder) = bytes_of[part], holders[part]
                 writer = totals.index(min(totals))
                 if not replica_group:
                     totals[writer] += value.nbytes

@@ -72,7 +72,7 @@ class AdamWConfig(_AdamSettings):
         if any(p.dtype in HALF_FORMATS for group in groups for p in group["params"]):
             groups = [{**group, "quantize_state": False} for group in groups]  # torch's AdamW: moments in 16 bits
             return [adamw.AdamW16(groups, lr=self.lr, betas=self.betas, eps=self.eps, max_exp_avg_sq=inf)]
-        fused = next(model.parameters()).device.type in ("cpu", "cuda")
+        fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
         return [torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)]
 
 

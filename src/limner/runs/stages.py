@@ -119,7 +119,7 @@ class StageTrainer:
         stream.close()
         if name != "dvae" and not parallel.is_main:
             return None
-        if any(map(is_dtensor, model.parameters())):  # sharded over processes
+        if any(is_dtensor(p) or p.is_meta for p in model.parameters()):  # divided among processes
             model = config.build()
             load_weights(model, trained.checkpoint)  # written by all processes
             model.to(self.device)

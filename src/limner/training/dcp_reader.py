@@ -38,8 +38,8 @@ def read(
 ) -> dict[str, dict[str, Tensor]]:
     """Return CPU tensors by group and name: the `wanted` groups that exist, or all but those of single replicas.
 
-    Weights, averages and optimizer state of a sharded parameter are sharded like the parameter; other tensors are
-    whole. Raises `UserError` if a file is damaged or a part is missing.
+    Weights, averages and optimizer state of a sharded parameter are sharded like the parameter, those of a parameter on
+    the meta device lack values; other tensors are whole. Raises `UserError` if a file is damaged or a part is missing.
     """
     groups: dict[str, dict[str, Tensor]] = {}
     tensors: dict[str, Tensor] = {}
@@ -47,10 +47,13 @@ def read(
         group, _, name = key.partition("/")
         if group not in wanted if wanted is not None else REPLICA_GROUP.fullmatch(group):
             continue
-        p = parameters.get(_parameter_name(group, name))
+        p = parameters.get(parameter_name(group, name))
         with _readable(checkpoint):  # a damaged header may hold an invalid shape
             if p is not None and is_dtensor(p) and p.shape == shape:
                 tensors[key] = torch.zeros_like(p.detach(), dtype=dtype, device="cpu")
+            elif p is not None and p.is_meta:
+                groups.setdefault(group, {})[name] = torch.empty(shape, dtype=dtype, device="meta")
+                continue
             else:
                 tensors[key] = torch.zeros(shape, dtype=dtype)
         groups.setdefault(group, {})[name] = tensors[key]
@@ -109,7 +112,7 @@ def _readable(checkpoint: Path) -> Iterator[None]:
         raise UserError(f"cannot read {checkpoint}: {error!r}") from None
 
 
-def _parameter_name(group: str, name: str) -> str:
+def parameter_name(group: str, name: str) -> str:
     """Return the name of the parameter that a tensor belongs to, or "". `state.py` describes the names."""
     if group == "optimizer":
         return name.partition(".")[2]

@@ -26,6 +26,9 @@ class Hook:
     def done(self) -> bool:
         return False
 
+    def before_training(self, run: TrainState) -> None:
+        """Called once before the first step, after a checkpoint is restored."""
+
     def before_step(self, run: TrainState) -> None:
         """Called before the forward pass; `run.step` counts the updates done."""
 

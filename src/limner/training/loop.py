@@ -146,6 +146,8 @@ class _Loop:
         run.parallel.shard_stream(self.stream)
         self.saved = restore(run, self.stream, self.hooks, self.description, self.checkpointer)
         run.parallel.assert_replicas_equal(run.parameters)
+        for hook in self.hooks:
+            hook.before_training(run)
         if summary := run.parallel.reduction.summary():
             self.bar.note(summary)
         if self.saved:

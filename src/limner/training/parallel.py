@@ -57,6 +57,10 @@ class ReductionState:
         """Return the state for a checkpoint by name, the same on all replicas. All ranks must call it."""
         return {}
 
+    def mean_error_buffers(self) -> dict[str, Tensor]:
+        """Return the mean of the error buffers over replicas, in fp32. All replicas must call it."""
+        return {}
+
     def error_buffers(self) -> dict[str, Tensor]:
         """Return this replica's error buffers for a checkpoint by parameter, as stored: integers are codes in 1-6-9. Up
         to rounding, only the mean over replicas matters."""
@@ -82,6 +86,9 @@ class Reduction(ReductionState):
         for p, scale in self.scales.items():
             if p.grad is not None:
                 unscale(p.grad, scale)
+
+    def close(self) -> None:
+        """Remove hooks installed on parameters, which would keep the reduction and the parameters alive."""
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
         """Load the state from CPU tensors, whole or sharded. `errors` holds the buffers of this replica or, if the

@@ -67,7 +67,8 @@ def save(
     }
     for name, state in states.items():
         tensors[f"hook.{name}"] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    numbers = (to_local(t) for group in tensors.values() for t in group.values() if t.is_floating_point())
+    values = (t for group in tensors.values() for t in group.values() if not t.is_meta)
+    numbers = (to_local(t) for t in values if t.is_floating_point())
     if run.parallel.any(not all(x.isfinite().all() for x in numbers)):
         raise run.diverged()
     state = {
@@ -145,6 +146,8 @@ def load_optimizers(
     for entry, tensor in tensors.items():
         key, _, name = entry.partition(".")
         p = parameters.get(name)
+        if p is not None and p.is_meta:  # of another stage of a pipeline
+            continue
         if p is None or p not in owner or (tensor.ndim and tensor.shape != p.shape):
             raise UserError(f"the optimizer state {entry!r} in {where} does not fit the model")
         optimizer, i = owner[p]

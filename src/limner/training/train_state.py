@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -45,11 +45,19 @@ def prepare_model(
     if parallel.world_size > 1 and (gathered := getattr(objective, "gathered", None)):
         trainable.objective = gathered(parallel.all_gather_with_grad)
     wrapped = parallel.prepare(trainable, device, config.precision.dtype(device))
+    return model, trainable, wrapped, *_build_updaters(model, config)
+
+
+def _build_updaters(model: nn.Module, config: TrainConfig) -> tuple[list[torch.optim.Optimizer], Ema | None]:
     optimizers = config.optimizer.build(model)
     ema = None
     if config.ema_decay is not None:
         ema = (EmaOnCpu if config.ema_on_cpu else Ema)(model, config.ema_decay, config.ema_every, config.ema_warmup)
-    return model, trainable, wrapped, optimizers, ema
+    return optimizers, ema
+
+
+def _trained(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 class TrainState:
@@ -85,7 +93,7 @@ class TrainState:
         self.model, self.trainable, self.wrapped, self.optimizers, self.ema = prepare_model(
             model, objective, config, self.device, self.parallel
         )
-        self.parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        self.parameters = _trained(self.optimizers)
         self.schedule = config.schedule.build(max(1, config.steps - config.warmup_steps))
         seed = fold_in(config.seed, self.parallel.rank)
         torch.manual_seed(seed)
@@ -95,6 +103,12 @@ class TrainState:
         self.loss = self.norm = self.lr = math.nan
         self.seconds, self.started = 0.0, time.monotonic()
         self.samples, self.samples_since = 0, self.started  # samples since the last report, and its time
+
+    def rebuild_updaters(self) -> None:
+        """Build new optimizers and a new average, without earlier states, after the strategy has replaced parameters of
+        the model."""
+        self.optimizers, self.ema = _build_updaters(self.model, self.config)
+        self.parameters = _trained(self.optimizers)
 
     @property
     def loss_exploded(self) -> bool:

@@ -461,7 +461,7 @@ def test_the_command_line_overrides_the_recipes_compression(tmp_path, monkeypatc
     ranks, reducers = [], []
 
     @contextmanager
-    def join(kind, replicas, make_reducer):
+    def join(kind, replicas, make_reducer, *pipeline):
         reducers.append(make_reducer)
         yield None
 

@@ -64,7 +64,7 @@ def test_help_flows(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     shown = capsys.readouterr().out
-    assert "a shard of it (fsdp), or all weights and a shard of" in shown
+    assert "a shard of it (fsdp), all weights and a shard of" in shown
     assert "It provides the tokenizer, initial weights for the trained stages" in shown
 
 

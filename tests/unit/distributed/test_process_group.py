@@ -3,18 +3,27 @@
 import os
 import socket
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
+from limner.distributed.pipeline import Pipelined
+from limner.distributed.pipeline_layout import PipelineLayout
 from limner.distributed.powersgd import PowerSGD
-from limner.distributed.process_group import Kind, count_nodes, join_process_group, rank
+from limner.distributed.process_group import Kind, PipelineSchedule, count_nodes, join_process_group, rank
 from limner.distributed.sharded import Sharded
 from limner.errors import UserError
+from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
+from limner.objectives.elbo import RelaxedELB
+from limner.training.parallel import SingleProcess
+from limner.training.step import update
 from limner.training.train_module import Trainable
+from pipeline_ranks import batch, begin
 from ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch lacks process groups")
@@ -81,6 +90,54 @@ def test_one_replica_that_was_asked_for_has_nothing_to_send() -> None:
         join_process_group("fsdp", 1, PowerSGD),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("fsdp", 1, None, 2), "--pipeline-stages and --pipeline-schedule need --parallel pipeline"),
+        (("ddp", 1, None, None, "gpipe"), "--pipeline-stages and --pipeline-schedule need --parallel pipeline"),
+        (("pipeline", 2), "omit --dp-replicate, choose --pipeline-stages"),
+        (("pipeline", 1, None, 2), "1 processes cannot be divided into pipelines of 2: choose --pipeline-stages"),
+        (("pipeline", 1, PowerSGD), "one pipeline, so --grad-compression has no effect"),
+    ],
+)
+def test_options_that_contradict_each_other_are_pointed_out(arguments: tuple[Any, ...], says: str) -> None:
+    with pytest.raises(UserError, match=says), join_process_group(*arguments):
+        pass
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_a_pipeline_of_one_process_is_that_process(schedule: PipelineSchedule) -> None:
+    with join_process_group("pipeline", pipeline_schedule=schedule) as parallel:
+        assert isinstance(parallel, Pipelined) and parallel.layout == PipelineLayout(stages=1)
+        found, alone = begin(parallel, accumulate=2), begin(SingleProcess(), accumulate=2)
+        for step in range(2):
+            for run in (found, alone):
+                update(run, batch(step, run.parallel))
+            assert found.loss == pytest.approx(alone.loss, abs=1e-6)
+
+
+def test_a_pipeline_trains_a_model_without_stages_as_replicas_do() -> None:
+    dvae = DVAEConfig(size=16, width=8, groups=2, blocks=1, vocab=10, code_width=8).build()
+    with join_process_group("pipeline") as parallel:
+        wrapped = parallel.prepare(Trainable(dvae, RelaxedELB()), torch.device("cpu"), torch.float32)
+        assert isinstance(wrapped, DistributedDataParallel)
+
+
+def test_a_pipeline_does_not_lose_gradients_without_an_error() -> None:
+    with join_process_group("pipeline") as parallel:
+        run = begin(parallel)
+        run.model.head.unused = torch.nn.Parameter(torch.zeros(1))  # pyright: ignore
+        with pytest.raises(RuntimeError, match="the pipeline computed no gradient of head.unused"):
+            update(run, batch(0, run.parallel))
+
+
+def test_a_pipeline_does_not_scale_gradients() -> None:
+    with join_process_group("pipeline") as parallel:
+        run = begin(parallel, scaling="resblocks")
+        with pytest.raises(UserError, match="does not scale gradients: choose scaling none, or --parallel fsdp"):
+            update(run, batch(0, run.parallel))
 
 
 def test_replicas_are_the_machines_of_this_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,117 @@
+"""A small prior that the processes of a pipeline train in tests, its batches, and schedules of layouts."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from limner.blocks import leading_part
+from limner.data.stream import Stream
+from limner.distributed.pipeline import Pipelined
+from limner.distributed.pipeline_layout import PipelineLayout
+from limner.evaluation.validation import held_out_metrics
+from limner.models.transformer import TransformerConfig
+from limner.numerics.precision import Fp32
+from limner.objectives.autoregressive import Autoregressive
+from limner.optim.optimizers import AdamWConfig
+from limner.training.checkpoint import completed
+from limner.training.config import TrainConfig
+from limner.training.hooks import Hook
+from limner.training.loop import train
+from limner.training.parallel import Parallel
+from limner.training.train_state import TrainState
+from shard_ranks import Tokens
+
+PRIOR = TransformerConfig(
+    text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=16, depth=8, heads=2, kernel=3, pattern="dense"
+)
+CONFIG = TrainConfig(
+    steps=6, batch_size=16, optimizer=AdamWConfig(lr=1e-2), clip_norm=0.5, precision=Fp32(), ema_decay=0.9,
+    log_every=1, checkpoint_every=3, eval_every=3,
+)  # fmt: skip
+SHRINKING = {
+    0: PipelineLayout(stages=4),
+    2: PipelineLayout(stages=2, replicas=2, frozen=3),
+    4: PipelineLayout(stages=1, replicas=4, frozen=5),
+}
+GROWING = {
+    0: PipelineLayout(stages=1, replicas=4, frozen=5),
+    2: PipelineLayout(stages=2, replicas=2, chunks=2),
+    4: PipelineLayout(stages=4),
+}
+
+
+class Layouts(Hook):
+    """Changes the layout after the given steps; one process freezes the same part of the model."""
+
+    def __init__(self, layouts: dict[int, PipelineLayout]) -> None:
+        self.layouts, self.cpu_seconds = layouts, list[float]()
+
+    def before_training(self, run: TrainState) -> None:
+        if past := [step for step in self.layouts if step <= run.step]:
+            self.change(run, self.layouts[max(past)])
+
+    def after_update(self, run: TrainState) -> None:
+        if run.step in self.layouts:
+            self.change(run, self.layouts[run.step])
+
+    def change(self, run: TrainState, layout: PipelineLayout) -> None:
+        if isinstance(run.parallel, Pipelined):
+            before = time.process_time()
+            run.parallel.relayout(run, layout)
+            self.cpu_seconds.append(time.process_time() - before)
+            return
+        run.model.requires_grad_(True)
+        for part in leading_part(run.model, layout.frozen):
+            part.requires_grad_(False)
+
+
+class KilledInTransition(Layouts):
+    """Kills the last rank at the second transition, when the checkpoint before it is on the disk. Depending on `moment`
+    the other ranks are then before, during or after their transition."""
+
+    def __init__(self, layouts: dict[int, PipelineLayout], out: Path, moment: str) -> None:
+        super().__init__(layouts)
+        self.out, self.moment = out, moment
+
+    def change(self, run: TrainState, layout: PipelineLayout) -> None:
+        dies = run.step == 4 and run.parallel.rank == 3
+        while dies and not completed(self.out):
+            time.sleep(0.01)
+        if dies and self.moment == "during":
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().change(run, layout)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def batch(step: int, parallel: Parallel) -> dict[str, Tensor]:
+    """This process's share of the batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    text = torch.randint(-1, 20, (16, 8), generator=generator)
+    image = torch.randint(0, 8, (16, 9), generator=generator)
+    share = parallel.layout.replica(parallel.rank) if isinstance(parallel, Pipelined) else parallel.rank
+    return {name: x.chunk(parallel.data_shares)[share] for name, x in {"text": text, "image": image}.items()}
+
+
+def begin(parallel: Parallel, dtype: torch.dtype = torch.float32, **settings: Any) -> TrainState:
+    torch.manual_seed(0)
+    model = PRIOR.build().to(dtype)
+    return TrainState(model, Autoregressive(), replace(CONFIG, **settings), parallel=parallel)
+
+
+def train_in(out: Path, parallel: Parallel | PipelineLayout, hook: Hook, steps: int = CONFIG.steps) -> None:
+    """Train up to `steps` in a folder, with an evaluation on some of the samples."""
+    if isinstance(parallel, PipelineLayout):
+        parallel = Pipelined(parallel)
+    run, stream = begin(parallel, steps=steps), Stream(Tokens(), 16, seed=3, prefetch=1)
+    evaluate = held_out_metrics(Autoregressive(), Tokens(), 32, torch.device("cpu"))
+    try:
+        train(run, stream, out, hooks=[hook], evaluate=evaluate)
+    finally:
+        stream.close()
