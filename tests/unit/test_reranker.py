@@ -72,7 +72,7 @@ def test_class_folders_are_classified_as_by_the_published_model(files, capsys):
     printed = capsys.readouterr().out
     assert "3 pictures, 3 classes, 2 prompts each, skipped broken image: 1" in printed
     (result,) = json.loads((files / "out.json").read_text())["results"]
-    assert result["settings"]["resizing"] == "bicubic to 32 pixels, central square"
+    assert "resized to 32 pixels by Pillow's bicubic filter" in result["settings"]["preprocessing"]
 
     reranker, right, classes = load_clip(files / "clip"), 0, []
     for name in ("red cat", "dog", "bird"):

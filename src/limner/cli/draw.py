@@ -63,7 +63,7 @@ class Draw(DrawOrEdit):
 
     caption: Positional[str]
     """Description of the picture, in quotes."""
-    rerank: Annotated[Path | None, arg(metavar="FOLDER")] = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    rerank: Annotated[Path | None, arg(metavar="FOLDER")] = None
     """A CLIP model of `limner convert clip`, whose cosine ranks the candidates in place of the model's own score."""
 
 

@@ -47,6 +47,10 @@ SCENE_PROMPTS = tuple(
     f"a {size} {fill}{{}} on a {background} background"
     for fill, size, background in product(("", "striped ", "outlined "), SIZES, BACKGROUNDS)
 )
+_PREPROCESSING = {  # by augmentation
+    "none": "central square resized to {} pixels by area, values from -1 to 1",
+    "bicubic": "shorter side resized to {} pixels by Pillow's bicubic filter, center crop, mean and deviation of CLIP",
+}
 _BATCH_SIZE = 256
 _MAX_LINES_BYTES = 4 << 20
 _WORDNET_ID = re.compile(r"n\d{8}")
@@ -69,7 +73,7 @@ class ZeroShotTask:
         count: number of the pictures, with unreadable ones.
         names: names of the C classes.
         prompts: K texts with "{}" for the name.
-        resizing: how pictures reached the model's size.
+        preprocessing: of the pictures, in words.
         rejected: numbers of unreadable pictures by reason, complete after the iteration.
     """
 
@@ -77,7 +81,7 @@ class ZeroShotTask:
     count: int
     names: Sequence[str]
     prompts: Sequence[str]
-    resizing: str
+    preprocessing: str
     rejected: Counter[str] = field(default_factory=Counter)
 
 
@@ -95,18 +99,16 @@ def read_prompts(path: Path) -> list[str]:
 def read_classes(path: Path) -> dict[str, str]:
     """Read the names of classes by label (a caption, or the name of a folder), one class per line.
 
-    A line is a label, a tab and a name; a WordNet id, a space and a name; or a name that is also the label. Raises
-    `UserError` for a label that is given twice and a file without classes.
+    A line is a label, a tab and a name; a WordNet id, a space and a name; or a name that is also the label. Underscores
+    in names stand for spaces. Raises `UserError` for a label that is given twice and a file without classes.
     """
     classes: dict[str, str] = {}
     for line in _read_lines(path):
-        separator = " " if _WORDNET_ID.fullmatch(line.partition(" ")[0]) and "\t" not in line else "\t"
-        label, name = (part.strip() for part in (*line.split(separator, 1), "")[:2])
+        *before, name = re.split(r"(?<=^n\d{8})\s+|\t", line, maxsplit=1)
+        label = before[0] if before else name
         if label in classes:
             raise UserError(f"{path} has the class {label[:80]!r} twice: remove a line")
-        if not name and _WORDNET_ID.fullmatch(label):
-            raise UserError(f"{path}: the class {label!r} lacks a name: write it after the WordNet id")
-        classes[label] = name or label.replace("_", " ")
+        classes[label] = name.replace("_", " ")
     if repeated := [f"{count} times {name!r}" for name, count in Counter(classes.values()).items() if count > 1]:
         warnings.warn(f"{path}: classes of one name cannot be distinguished: {', '.join(repeated[:5])}", stacklevel=2)
     return classes
@@ -147,7 +149,9 @@ def scene_task(
                 [attribute_key(scene) for scene in scenes],
             )
 
-    return ZeroShotTask(batches=batches(), count=count, names=names, prompts=prompts, resizing="none")
+    return ZeroShotTask(
+        batches=batches(), count=count, names=names, prompts=prompts, preprocessing=f"drawn at {size} pixels"
+    )
 
 
 def dataset_task(
@@ -198,10 +202,9 @@ def dataset_task(
             read = good.tolist()
             yield LabeledPictures(pictures, [index[labels[i]] for i in read], [clusters[i] for i in read])
 
-    resizing = f"{'area' if augment == 'none' else augment} to {size} pixels, central square"
     return ZeroShotTask(
-        batches=batches(), count=len(rows), names=list(classes.values()), prompts=prompts, resizing=resizing,
-        rejected=rejected,
+        batches=batches(), count=len(rows), names=list(classes.values()), prompts=prompts, rejected=rejected,
+        preprocessing=_PREPROCESSING[augment].format(size),
     )  # fmt: skip
 
 
@@ -234,7 +237,12 @@ def evaluate(reranker: Reranker, task: ZeroShotTask, progress: Advance | None = 
         if k < classes
     }
     title = f"{len(rank):,} pictures, {classes:,} classes, {prompts} prompts each"
-    settings = {"classes": classes, "prompts": prompts, "resizing": task.resizing, "skipped": dict(task.rejected)}
+    settings = {
+        "classes": classes,
+        "prompts": prompts,
+        "preprocessing": task.preprocessing,
+        "skipped": dict(task.rejected),
+    }
     return EvalResult(title=f"{title}, skipped {skipped}" if skipped else title, rows=rows, settings=settings)
 
 

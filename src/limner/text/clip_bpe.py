@@ -104,10 +104,10 @@ class CLIPTokenizer:
         except (UnicodeEncodeError, TypeError):
             raise UserError("a caption is not valid Unicode: check its encoding") from None
         for row, caption, encoding in zip(tokens, captions, encodings, strict=True):
-            ids = encoding.ids
-            if len(ids) > length - 2:
-                warnings.warn(f"a caption was cut to {length} tokens: {caption[:60]!r} ...", stacklevel=2)
-            ids = [self.vocab[START], *ids[: length - 2], self.vocab[END]]
+            ids = [self.vocab[START], *encoding.ids, self.vocab[END]]
+            if len(ids) > length:
+                warnings.warn(f"a caption of {len(ids)} tokens was cut to {length}: {caption[:60]!r} ...", stacklevel=2)
+                ids = [*ids[: length - 1], self.vocab[END]]
             row[: len(ids)] = ids
         return torch.from_numpy(tokens)
 

@@ -303,7 +303,7 @@ def test_evaluations_of_data_without_a_readable_picture_raise_a_sentence(capsys,
         ("fidelity", [str(data), "--extractor", "clip"], "fidelity needs two or more readable samples"),
     ):
         assert main(["evaluate", what, bundle, *options]) == 2, what
-        (line,) = capsys.readouterr().err.splitlines()
+        *_, line = capsys.readouterr().err.splitlines()
         assert says in line
 
 

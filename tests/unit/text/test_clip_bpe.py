@@ -103,10 +103,12 @@ def test_html_and_case_are_normalized(tokenizer):
 
 
 def test_long_captions_are_cut_and_end_with_the_last_token(tokenizer):
-    with pytest.warns(UserWarning, match="was cut to 5 tokens"):
+    with pytest.warns(UserWarning, match="a caption of 7 tokens was cut to 5: 'cat"):
         rows = tokenizer.encode(["cat dog cat dog cat", "cat"], 5)
     cat = tokenizer.vocab["cat</w>"]
     assert rows[0, 0] == START and rows[0, -1] == END and rows[1].tolist() == [START, cat, END, PAD, PAD]
+    with pytest.warns(UserWarning, match="was cut to 1"):
+        assert tokenizer.encode(["cat"], 1).tolist() == [[END]]
     with pytest.raises(UserError, match="not valid Unicode"):
         tokenizer.encode(["\ud800"], 5)
 
