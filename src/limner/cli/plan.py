@@ -19,6 +19,7 @@ from limner.planner.cost import GB
 from limner.planner.gpus import GPUS
 from limner.planner.launch import Launch
 from limner.planner.launch_search import Cluster, LaunchEstimate, compressed, enumerate_launches, launch_command
+from limner.planner.pipeline_costs import peak_bytes, pipelines
 from limner.quantization.precisions import Fp16Weights
 from limner.recipes.recipe import PriorStage
 from limner.text_table import render_table
@@ -84,6 +85,7 @@ def main(argv: Sequence[str]) -> None:
         *model_tables(options.recipe, layout, cluster, options.candidates),
         *layout_tables(layout, cluster, options.rank),
         *launch_table(estimates, options.recipe, prior),
+        pipeline_table(layout, cluster),
     ]
     if options.dry_run:
         from limner.planner.dry_run import dry_run
@@ -202,6 +204,29 @@ def launch_table(estimates: Sequence[LaunchEstimate], name: str, prior: PriorSta
     yield (
         f"no launch fits into 90% of a {cluster.gpu}'s {_gb(memory)} GB, the smallest takes {_gb(launch.peak)} GB: "
         "use more GPUs, or GPUs with more memory"
+    )
+
+
+def pipeline_table(layout: Launch, cluster: Cluster) -> str:
+    """Return the table of pipelines with all weights of a stage on its GPU."""
+    gpu, rows = GPUS[cluster.gpu], []
+    for estimate in pipelines(layout, cluster):
+        settings, peaks = estimate.settings, peak_bytes(layout, estimate)
+        rows.append(
+            (
+                f"{settings.devices} stages x {settings.replicas}", str(settings.microbatches),
+                f"{estimate.simulated.bubble:.0%}", _gb(peaks[0]), _gb(max(peaks)), f"{estimate.seconds:,.3f}",
+                "fits" if max(peaks) <= 0.9 * gpu.memory else "too large",
+            )
+        )  # fmt: skip
+    if not rows:
+        return (
+            "no pipelines: a pipeline takes at least two GPUs of a machine, and a batch that its micro-batches divide"
+        )
+    head = ("pipelines, 1F1B", "micro-batches", "bubble", "GB, first GPU", "GB, largest", "s per step", "")
+    return (
+        render_table(head, rows)
+        + "\nstages are resblocks in the recipe's format, unsharded; replicas average gradients"
     )
 
 

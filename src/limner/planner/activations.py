@@ -57,15 +57,24 @@ class Activations:
         return (1 + 3 + 1) * values + weights + 4 * matrix, (1 + 8) * values + 8 * matrix
 
     @property
+    def resblocks(self) -> list[int]:
+        """Bytes that each resblock's forward pass leaves for the backward pass, first to last."""
+        inputs = self._states * FP32
+        if self.checkpointing:
+            return [inputs] * (2 * self.config.depth)
+        return [inputs + n for pattern in self.config.patterns for n in self._resblocks(pattern, self.copies)]
+
+    @property
+    def head_inputs(self) -> int:
+        """Bytes of the head's input and of its gradient."""
+        return 2 * self._states * FP32
+
+    @property
     def stored(self) -> dict[str, int]:
         """Bytes that the forward pass leaves for the backward pass; for the head, its gradients."""
-        c = self.config
-        inputs = 2 * c.depth * self._states * FP32
-        head = 2 * self._states * FP32 + (c.text_vocab + c.image_vocab) * c.width * FP32
-        if self.checkpointing:
-            return {"resblocks' inputs": inputs, "at the loss": head}
-        resblocks = sum(sum(self._resblocks(pattern, self.copies)) for pattern in c.patterns)
-        return {"layers": inputs + resblocks, "at the loss": head}
+        c, name = self.config, "resblocks' inputs" if self.checkpointing else "layers"
+        head = self.head_inputs + (c.text_vocab + c.image_vocab) * c.width * FP32
+        return {name: sum(self.resblocks), "at the loss": head}
 
     @property
     def logits(self) -> int:

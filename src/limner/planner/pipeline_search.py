@@ -48,7 +48,9 @@ class PipelineEstimate:
         return self if best is self else best.refine()
 
 
-def search(units: Sequence[Cost], devices: int, samples: int, settings: Pipeline) -> list[PipelineEstimate]:
+def search(
+    units: Sequence[Cost], devices: int, samples: int, settings: Pipeline, longest: int | None = None
+) -> list[PipelineEstimate]:
     """Return the fastest pipeline of each number of stages, sorted by the time of an update.
 
     Micro-batches have equal sizes. A number of stages that allows none is left out.
@@ -58,10 +60,12 @@ def search(units: Sequence[Cost], devices: int, samples: int, settings: Pipeline
         devices: K R; each of the R replicas is a pipeline of K devices with one stage each.
         samples: samples of an update, over all replicas.
         settings: links, schedule, and times that do not depend on the search; `prologue` is per sample.
+        longest: largest number of stages, such as the GPUs of a machine; by default the number of units.
     """
     times = [unit.forward + unit.backward for unit in units]
     fastest = []
-    for k in (k for k in range(1, min(devices, len(units)) + 1) if devices % k == 0 and samples * k % devices == 0):
+    lengths = range(1, min(devices, len(units), longest or devices) + 1)
+    for k in (k for k in lengths if devices % k == 0 and samples * k % devices == 0):
         share, boundaries = samples * k // devices, partition(times, k)
         estimates = [
             PipelineEstimate(

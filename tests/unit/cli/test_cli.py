@@ -482,9 +482,13 @@ def test_plan_prints_the_papers_tables_without_a_gpu(capsys):
     out = capsys.readouterr().out
     for text in ("12,092,178,432", "2,444,288", "85.9%", "Table 1", "3,968   896    86%", "fits", "h200-141gb"):
         assert text in out
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("8 stages x 128")]
+    assert row[4:6] == ["8", "47%"]  # micro-batches, bubble: 7 / 15
 
 
 def test_plan_says_which_of_its_columns_can_be_run_today(capsys):
+    assert main(["plan", "--recipe", "tiny", "--gpus", "1"]) == 0
+    assert "no pipelines: a pipeline takes at least two GPUs" in capsys.readouterr().out
     assert main(["plan", "--recipe", "tiny", "--gpus", "16"]) == 0
     *tables, output = capsys.readouterr().out.split("\n\n")
     words = ("--parallel fsdp", '"fp32"', "PowerSGD", "checkpointed", "AdamW16", "fp16weights", '"16-bit (App. D)"')
