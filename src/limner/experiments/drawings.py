@@ -196,7 +196,7 @@ def bound_share(runs: Runs) -> Estimate:
 
 
 @experiment(
-    "An attribute is drawn on the object that the caption names, though not always: captions bind variables",
+    "Captions bind variables: an attribute is drawn on the object that the caption names",
     "Ramesh et al. 2021, §3.3, Figure 2c",
 )
 def binding(folder: Path, quick: bool) -> Finding:
