@@ -162,7 +162,7 @@ def tau_gap(folder: Path, quick: bool) -> Finding:
 )
 def kl_weight(folder: Path, quick: bool) -> Finding:
     """Compare perplexity of the codes and PSNR of argmax reconstructions over beta."""
-    results = sweep(folder, quick, {beta: {"beta": beta} for beta in ((1, BETA) if quick else (0, 1, BETA, 4 * BETA))})
+    results = sweep(folder, quick, {beta: {"beta": beta} for beta in ((1, BETA) if quick else (1, BETA, 4 * BETA))})
     codes, quality = (results.runs[BETA].values(key) - results.runs[1].values(key) for key in ("perplexity", "psnr"))
     return results.finding(
         all_positive(codes, quality),

@@ -100,9 +100,9 @@ def cell(true=-1.0, psnr=15.0, perplexity=9.0, gap=0.5, worst=None):
     [
         ("tau-gap", [cell(), cell(gap=0.1), cell(gap=0.001)], True),
         ("tau-gap", [cell(), cell(), cell()], False),
-        ("kl-weight", [cell(), cell(), cell(psnr=16, perplexity=12), cell()], True),
-        ("kl-weight", [cell(), cell(), cell(psnr=14, perplexity=12), cell()], False),
-        ("kl-weight", [cell(), cell(), cell(), cell()], None),
+        ("kl-weight", [cell(), cell(psnr=16, perplexity=12), cell()], True),
+        ("kl-weight", [cell(), cell(psnr=14, perplexity=12), cell()], False),
+        ("kl-weight", [cell(), cell(), cell()], None),
         ("tau-schedule", [cell(), cell(), cell(worst=2.0), cell(worst=2.0)], True),
         ("tau-schedule", [cell(), cell(), cell(worst=2.0), cell()], False),
         ("pooling", [cell(), cell(true=-0.8)], True),
