@@ -3,6 +3,7 @@
     python bench/forgetting.py zog                                # writes five pictures on four backgrounds
     limner finetune scenes zog --out runs/zog
     python bench/forgetting.py zog --adapter runs/zog/adapter     # draws, and reads the drawings
+    python bench/forgetting.py zog --bundle runs/zog              # after --method full or elastic
 
 The scene parser reads single drawings (candidates without a choice) of three groups of captions: a zog on the four
 backgrounds that the pictures show, a zog on the fifth, and ordinary captions of the training split. The output has the
@@ -48,16 +49,17 @@ def write_pictures(folder: Path) -> None:
         (folder / f"{i}.txt").write_text(caption(background) + "\n", encoding="utf-8")
 
 
-def measure(adapter: str | None, drawings: int) -> None:
-    """Print the shares of right drawings of each group, for the bundle with and without the adapter."""
+def measure(adapter: str | None, bundle: str | None, drawings: int) -> None:
+    """Print the shares of right drawings of each group, for `scenes` and for the finetuned model."""
     ordinary = [text for text, _ in sample_captions("train", (1, 2), drawings)]
     groups = {
         "zog, seen backgrounds": [caption(SEEN[i % len(SEEN)]) for i in range(drawings)],
         "zog, new background": [caption(background) for background in BACKGROUNDS if background not in SEEN] * drawings,
         "ordinary captions": ordinary,
     }
-    for title, folder in (("scenes", None), (f"scenes with {adapter}", adapter))[: 1 + bool(adapter)]:
-        pipe = load("scenes", adapter=folder)
+    tuned = (bundle, lambda: load(str(bundle))) if bundle else (f"scenes with {adapter}", lambda: load(adapter=adapter))
+    for title, load_pipe in (("scenes", load), tuned):
+        pipe = load_pipe()
         for name, captions in groups.items():
             right = []
             for part, batch in generate_batches(pipe, captions, 1, TEST_SEEDS_FROM):
@@ -71,10 +73,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of the five pictures")
     parser.add_argument("--adapter", help="folder of an adapter to measure")
+    parser.add_argument("--bundle", help="folder of a finetuned bundle to measure")
     parser.add_argument("--drawings", type=int, default=96, help="drawings of each group")
     options = parser.parse_args()
-    if options.adapter:
-        measure(options.adapter, options.drawings)
+    if options.adapter or options.bundle:
+        measure(options.adapter, options.bundle, options.drawings)
     else:
         write_pictures(options.folder)
         print(f"written: {PICTURES} pictures and their captions in {options.folder}")

@@ -132,7 +132,7 @@ class FullFinetuning(FinetuneConfig):
     """All weights of the prior."""
 
     name = "full"
-    lr: Annotated[float, Range(gt=0)] = 2e-4
+    lr: Annotated[float, Range(gt=0)] = 1e-4
 
     @property
     def record(self) -> dict[str, Any]:

@@ -34,12 +34,12 @@ from limner.validation import InvalidSetting, Range, Validated
 
 __all__ = [
     "Freezing", "FreezingRule", "GradientNormFreezing", "GuardedFreezing", "PercentileFreezing", "ScheduledFreezing",
-    "Window",
+    "WindowStatistics",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class WindowStatistics:
     """Statistics of the updates between two decisions.
 
     Attributes:
@@ -69,11 +69,11 @@ class Window:
 
 
 class FreezingRule(Validated):
-    """Base class of rules. `needs_updates`: the rule reads `Window.updates`, for which the weights are copied."""
+    """Base class of rules. `needs_updates`: the rule reads the relative updates, for which the weights are copied."""
 
     needs_updates: ClassVar[bool] = False
 
-    def decide(self, window: Window) -> tuple[float, str]:
+    def decide(self, window: WindowStatistics) -> tuple[float, str]:
         """Return the new level, whose integer part is at least that of the old one, and the reason."""
         raise NotImplementedError
 
@@ -97,7 +97,7 @@ class GradientNormFreezing(FreezingRule):
 
     alpha: Annotated[float, Range(gt=0, lt=1)] = 1 / 3
 
-    def decide(self, window: Window) -> tuple[float, str]:
+    def decide(self, window: WindowStatistics) -> tuple[float, str]:
         limit = window.level + self.alpha * (window.blocks - window.level)
         smallest = min(range(window.frozen, window.blocks + 1), key=lambda layer: window.norms[layer])
         return min(limit, smallest), f"smallest gradient: layer {smallest}, limit {limit:.2f}"
@@ -118,7 +118,7 @@ class PercentileFreezing(FreezingRule):
 
     percentile: Annotated[float, Range(0, 100)] = 50.0
 
-    def decide(self, window: Window) -> tuple[float, str]:
+    def decide(self, window: WindowStatistics) -> tuple[float, str]:
         if not window.previous:
             return window.level, "no window to compare with"
         trained = range(window.frozen, window.blocks)
@@ -146,7 +146,7 @@ class ScheduledFreezing(FreezingRule):
         if self.end < self.start:
             raise InvalidSetting("end", f"must be at least start, {self.start}, not {self.end}")
 
-    def decide(self, window: Window) -> tuple[float, str]:
+    def decide(self, window: WindowStatistics) -> tuple[float, str]:
         if window.progress < self.start:
             return window.level, "before the start of the schedule"
         done = min(1.0, (window.progress - self.start) / (self.end - self.start)) if self.end > self.start else 1.0
@@ -172,7 +172,7 @@ class GuardedFreezing(FreezingRule):
     min_fall: Annotated[float, Range(0, lt=1)] = 0.1
     tolerance: Annotated[float, Range(0)] = 0.02
 
-    def decide(self, window: Window) -> tuple[float, str]:
+    def decide(self, window: WindowStatistics) -> tuple[float, str]:
         if not window.previous:
             return window.level, "no window to compare with"
         for layer in range(window.frozen, window.blocks - 1):
@@ -248,7 +248,9 @@ class Freezing(Hook):
         if updates % self.every == 0 and self.count:
             norms, changes = [total / self.count for total in self.sums], self._relative_updates()
             progress = updates / (run.config.steps - run.config.warmup_steps)
-            window = Window(progress=progress, level=self.level, norms=norms, previous=self.previous, updates=changes)
+            window = WindowStatistics(
+                progress=progress, level=self.level, norms=norms, previous=self.previous, updates=changes
+            )
             level, reason = self.rule.decide(window)
             self._set(run, float(level), reason)
             self._begin_window(norms)

@@ -20,7 +20,7 @@ from limner.training.freezing import (
     GuardedFreezing,
     PercentileFreezing,
     ScheduledFreezing,
-    Window,
+    WindowStatistics,
 )
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
@@ -65,21 +65,23 @@ def go(out, rule, config=CONFIG, every=2, evaluate=None, more=lambda run, freezi
 )
 def test_the_rule_of_the_paper(level, norms, expected):
     rule = GradientNormFreezing(alpha=0.25)
-    assert rule.decide(Window(progress=0, level=level, norms=norms))[0] == pytest.approx(expected)
+    assert rule.decide(WindowStatistics(progress=0, level=level, norms=norms))[0] == pytest.approx(expected)
 
 
 def test_a_small_alpha_freezes_in_the_end():
     rule, level = GradientNormFreezing(alpha=0.05), 0.0
     for _ in range(100):
-        level, _ = rule.decide(Window(progress=0, level=level, norms=[9, 9, 9, 9, 1]))
+        level, _ = rule.decide(WindowStatistics(progress=0, level=level, norms=[9, 9, 9, 9, 1]))
     assert int(level) == 3
 
 
 def test_the_percentile_rule():
     rule = PercentileFreezing(percentile=50)
     previous = [10.0, 10, 10, 10, 10]
-    assert rule.decide(Window(progress=0, level=0, norms=[1, 1, 1, 1, 1]))[0] == 0  # nothing to compare with
-    window = Window(progress=0, level=0, norms=[9.9, 10.2, 5, 6, 1], previous=previous)  # changes 1, 2, 50, 40%
+    assert rule.decide(WindowStatistics(progress=0, level=0, norms=[1, 1, 1, 1, 1]))[0] == 0  # nothing to compare with
+    window = WindowStatistics(
+        progress=0, level=0, norms=[9.9, 10.2, 5, 6, 1], previous=previous
+    )  # changes 1, 2, 50, 40%
     assert rule.decide(window)[0] == 2
     assert rule.decide(replace(window, norms=[5, 10.2, 9.9, 6, 1]))[0] == 0
     assert rule.decide(replace(window, level=1.0, norms=[0, 10, 5, 6, 1]))[0] == 2
@@ -88,17 +90,21 @@ def test_the_percentile_rule():
 
 def test_the_schedule():
     rule = ScheduledFreezing(share=0.5, start=0.2, end=0.6)
-    levels = [rule.decide(Window(progress=p, level=0, norms=[1] * 5))[0] for p in (0.1, 0.2, 0.4, 0.6, 0.9)]
+    levels = [rule.decide(WindowStatistics(progress=p, level=0, norms=[1] * 5))[0] for p in (0.1, 0.2, 0.4, 0.6, 0.9)]
     assert [int(level) for level in levels] == [0, 0, 1, 2, 2]
     rule = ScheduledFreezing(share=2 / 3, start=0, end=0)
-    assert [int(rule.decide(Window(progress=0, level=0, norms=[1] * (n + 1)))[0]) for n in (3, 6, 12)] == [2, 4, 8]
+    assert [int(rule.decide(WindowStatistics(progress=0, level=0, norms=[1] * (n + 1)))[0]) for n in (3, 6, 12)] == [
+        2,
+        4,
+        8,
+    ]
     with pytest.raises(ValueError, match="end must be at least start"):
         ScheduledFreezing(start=0.5, end=0.2)
 
 
 def test_the_guarded_rule():
     rule = GuardedFreezing(max_update=0.01, min_fall=0.1)
-    window = Window(
+    window = WindowStatistics(
         progress=0, level=1, norms=[0, 1, 2, 3, 4], previous=[0, 1, 2, 3, 4], updates=[0, 0.001, 0.02, 0.001]
     )
     level, reason = rule.decide(window)
