@@ -28,6 +28,14 @@ from limner.training.train_state import TrainState
 from tiny import WORDS, tiny_pipe
 
 CONFIG = LoRA(rank=4, steps=6, batch_size=4, score_every=2, lr=5e-2)
+ELASTIC = ElasticFinetuning(
+    steps=18,
+    batch_size=4,
+    score_every=2,
+    lr=1e-3,
+    freezing=ScheduledFreezing(share=0.6, start=0, end=0),
+    freeze_every=2,
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +66,6 @@ def few_ordinary_samples(monkeypatch):
     monkeypatch.setattr(module, "SCORED_SAMPLES", 4)
 
 
-def weights(run):
-    return load_file(run / "adapter" / "adapter_model.safetensors")
-
-
 def test_a_run_learns_the_new_pictures_and_writes_an_adapter_and_a_bundle(bundle, data, words, tmp_path):
     best = finetune(bundle, data, tmp_path / "run", CONFIG, words)
     steps, new, ordinary = zip(*best.scores, strict=True)
@@ -83,22 +87,23 @@ def test_the_adapter_of_the_best_step_has_its_score(bundle, data, words, tmp_pat
     assert measured == pytest.approx(best.best_row[1], abs=2e-2)  # the run measures in its own precision
 
 
-def test_an_interrupted_run_resumes_bit_for_bit(bundle, data, words, tmp_path, monkeypatch):
-    finetune(bundle, data, tmp_path / "whole", CONFIG, words)
+@pytest.mark.parametrize(("config", "at"), [(CONFIG, 4), (ELASTIC, 14)])
+def test_an_interrupted_run_resumes_bit_for_bit(bundle, data, words, tmp_path, monkeypatch, config, at):
+    finetune(bundle, data, tmp_path / "whole", config, words)
     with monkeypatch.context() as patch:
 
         def interrupted(self, run, metrics):
-            if run.step == 4:
+            if run.step == at:
                 raise KeyboardInterrupt
             after_eval(self, run, metrics)
 
         after_eval = BestStep.after_eval
         patch.setattr(BestStep, "after_eval", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            finetune(bundle, data, tmp_path / "resumed", CONFIG, words)
-    resumed = finetune(bundle, data, tmp_path / "resumed", CONFIG, words)
-    assert [row[0] for row in resumed.scores] == [0, 2, 4, 6]
-    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "resumed")
+            finetune(bundle, data, tmp_path / "resumed", config, words)
+    resumed = finetune(bundle, data, tmp_path / "resumed", config, words)
+    assert [row[0] for row in resumed.scores] == list(range(0, config.steps + 1, 2))
+    whole, resumed = (load_file(tmp_path / name / "bundle/prior.safetensors") for name in ("whole", "resumed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
@@ -119,11 +124,9 @@ def test_full_finetuning_writes_a_bundle_with_the_weights_of_the_best_step(bundl
 
 
 def test_elastic_finetuning_freezes_and_caches_and_has_the_losses_of_the_uncached_run(bundle, data, words, tmp_path):
-    rule = ScheduledFreezing(share=0.6, start=0, end=0)
-    config = ElasticFinetuning(steps=18, batch_size=4, score_every=1, lr=1e-3, freezing=rule, freeze_every=2)
     rows = {}
     for name, cache_mb in (("cached", 64), ("computed", 0)):
-        finetune(bundle, data, tmp_path / name, replace(config, cache_mb=cache_mb), words)
+        finetune(bundle, data, tmp_path / name, replace(ELASTIC, cache_mb=cache_mb), words)
         rows[name] = read_metrics(tmp_path / name / "prior/metrics.jsonl")
         assert not (tmp_path / name / "activations").exists()
     losses = {name: [row["loss"] for row in part] for name, part in rows.items()}
