@@ -18,33 +18,22 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.training.auto_cache import AutoCache
 from limner.training.config import TrainConfig
 from limner.training.freezing import Freezing, FreezingRule, GradientNormFreezing, GuardedFreezing, ScheduledFreezing
-from limner.training.hooks import Hook
 from limner.training.train_state import TrainState
 
 EVERY = 5  # updates between decisions
 
 
-class _Depths(Hook):
-    """Records the number of frozen blocks of each update."""
-
-    def __init__(self, freezing: Freezing) -> None:
-        self.freezing, self.depths = freezing, list[int]()
-
-    def before_step(self, run: TrainState) -> None:
-        self.depths.append(self.freezing.depth)
-
-
 def alpha_trial(*, rule: FreezingRule, **settings: Any) -> Result:
-    """Return the losses, the loss on new scenes, and the number of frozen blocks of each update."""
-    recorded: list[_Depths] = []
+    """Return the losses, the loss on new scenes, and the number of frozen blocks from the step of each decision on."""
+    hooks: list[Freezing] = []
 
-    def hooks(run: TrainState) -> list[Hook]:
-        freezing = Freezing(run, rule, EVERY, lambda metrics: 0.0)
-        recorded.append(_Depths(freezing))
-        return [freezing, *recorded]
+    def make_hooks(run: TrainState) -> list[Freezing]:
+        hooks.append(Freezing(run, rule, EVERY, lambda metrics: 0.0))
+        return hooks
 
-    run, losses = train_prior(model=PRIOR, hooks=hooks, **settings)
-    return {"loss": losses, "held out": held_out_loss(run.model), "frozen": recorded[0].depths}
+    run, losses = train_prior(model=PRIOR, hooks=make_hooks, **settings)
+    frozen = [(decision["step"], decision["frozen"]) for decision in hooks[0].decisions]
+    return {"loss": losses, "held out": held_out_loss(run.model), "frozen": frozen}
 
 
 @experiment(
@@ -62,7 +51,10 @@ def freeze_alpha(folder: Path, quick: bool) -> Finding:
     grid |= {f"alpha {alpha:.2g}": {"rule": GradientNormFreezing(alpha=alpha)} for alpha in alphas}
     grid["guarded"] = {"rule": GuardedFreezing()}
     sweep = Sweep(folder, alpha_trial, grid, seeds, steps=steps, batch=64)
-    saved = {label: np.mean([r["frozen"] for r in runs.results]) / PRIOR.depth for label, runs in sweep.runs.items()}
+    saved = {
+        label: np.mean([sum(n for _, n in r["frozen"][:-1]) for r in runs.results]) * EVERY / (steps * PRIOR.depth)
+        for label, runs in sweep.runs.items()
+    }
     loss = {label: float(runs.values("held out").mean()) for label, runs in sweep.runs.items()}
     names, noise = [f"alpha {alpha:.2g}" for alpha in alphas], deviation(sweep.runs["none"].values("held out"))
     grows = all(saved[a] <= saved[b] for a, b in pairwise(names))
@@ -80,9 +72,7 @@ def freeze_alpha(folder: Path, quick: bool) -> Finding:
         },
         {
             "loss, first seed": sweep.curves,
-            "frozen blocks, first seed": {
-                label: list(enumerate(runs.results[0]["frozen"])) for label, runs in sweep.runs.items()
-            },
+            "frozen blocks, first seed": {label: runs.results[0]["frozen"] for label, runs in sweep.runs.items()},
         },
     )
 
