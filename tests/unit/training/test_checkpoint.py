@@ -55,6 +55,21 @@ def test_a_write_that_fails_leaves_the_last_good_one(tmp_path: Path, monkeypatch
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
 
 
+def test_two_processes_that_start_together_get_different_numbers(tmp_path: Path, monkeypatch) -> None:
+    Checkpointer(tmp_path, 1).acquire()
+    second, newest = Checkpointer(tmp_path, 1), [0, 1]  # the first start is not visible yet
+    monkeypatch.setattr(second, "_newest", lambda: newest.pop(0))
+    second.acquire()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["start-00000002"]
+
+
+def test_skipped_updates_are_those_of_the_newest_checkpoint(tmp_path: Path) -> None:
+    assert checkpoint.skipped_updates(tmp_path) == (0, 0)
+    for step, skipped in ((5, 1), (9, 2)):
+        Checkpointer(tmp_path, 2).save(step, {}, {"step": step, "skipped": skipped})
+    assert checkpoint.skipped_updates(tmp_path) == (2, 9)
+
+
 def test_files_of_a_killed_process_are_ignored_and_removed(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     good = write(tmp_path, 1)
