@@ -24,6 +24,7 @@ from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.loop import train
 from limner.training.parallel import Parallel
+from limner.training.rms_monitor import RMSMonitor
 from limner.training.train_state import TrainState
 from shard_ranks import Tokens
 
@@ -112,6 +113,6 @@ def train_in(out: Path, parallel: Parallel | PipelineLayout, hook: Hook, steps: 
     run, stream = begin(parallel, steps=steps), Stream(Tokens(), 16, seed=3, prefetch=1)
     evaluate = held_out_metrics(Autoregressive(), Tokens(), 32, torch.device("cpu"))
     try:
-        train(run, stream, out, hooks=[hook], evaluate=evaluate)
+        train(run, stream, out, hooks=[RMSMonitor(out), hook], evaluate=evaluate)
     finally:
         stream.close()

@@ -133,7 +133,8 @@ class Pipelined(Replicated):
 
     def relayout(self, run: TrainState, layout: PipelineLayout) -> None:
         """Change the layout between two updates; all processes call it. Weights, optimizer states, averages and error
-        buffers move by name between the processes; the stream continues with the new shares.
+        buffers move by name between the processes; the stream continues with the new shares. A hook that calls it comes
+        after hooks that use the parameters of the update.
 
         Raises `UserError` if the layout does not fit the model or the number of processes.
         """
@@ -199,6 +200,13 @@ class Pipelined(Replicated):
             distributed.all_reduce(norm, group=self._pipeline_group)
             norm = norm.sqrt()
         return norm
+
+    def merge(self, values: dict[str, float]) -> dict[str, float]:
+        if not self._staged:
+            return values
+        parts: list[dict[str, float]] = [{}] * self.layout.stages
+        distributed.all_gather_object(parts, values, group=self._pipeline_group)
+        return {name: value for part in parts for name, value in part.items()}
 
     @property
     def data_shares(self) -> int:

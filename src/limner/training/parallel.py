@@ -150,6 +150,10 @@ class Parallel(ABC):
         """Return True if any rank passes True."""
         return bool(self.sum(torch.tensor(int(flag))))
 
+    def merge(self, values: dict[str, float]) -> dict[str, float]:
+        """Return values by name of the whole model, from those of the part that this rank computes."""
+        return values
+
     def all_gather_with_grad(self, values: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "N ..."]:
         """Concatenate the rows of all ranks, by rank. The gradient of a row, summed over the ranks' losses, flows back
         to the rank of the row."""

@@ -77,10 +77,12 @@ class RMSMonitor(Hook):
         self.rms |= zip(tensors, values, strict=True)
 
     def after_update(self, run: TrainState) -> None:
+        self.rms = run.parallel.merge(self.rms)
         row = {"step": run.step, "loss": run.loss, "rms": {k: round(v, 2) for k, v in self.rms.items()}}
-        if self.features:
-            values = torch.stack(list(self.features.values())).tolist()
-            row["features"] = {name: float(f"{x:.3g}") for name, x in zip(self.features, values, strict=True)}
+        if self.features is not None:
+            values = torch.stack(list(self.features.values())).tolist() if self.features else []
+            features = {name: float(f"{x:.3g}") for name, x in zip(self.features, values, strict=True)}
+            row |= {"features": features} if (features := run.parallel.merge(features)) else {}
             self.features = None
         if run.parallel.is_main:  # the first line removes those of steps that a resumed run repeats
             self.log = self.log or MetricsLog(self.path, run.step - 1)

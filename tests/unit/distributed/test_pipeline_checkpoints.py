@@ -77,3 +77,7 @@ def test_a_pipeline_continues_a_run_of_one_process(alone, tmp_path):
     train_in(out, SingleProcess(), Layouts(SHRINKING), steps=3)
     on_ranks(4, resume, out, SHRINKING[0])
     assert losses(out)[-4:] == pytest.approx(losses(alone)[-4:], abs=1e-5)
+    found, expected = (read_metrics(folder / "stability.jsonl") for folder in (out, alone))
+    for row, other in zip(found, expected, strict=True):
+        for kind in ("rms", "features"):  # of all stages
+            assert row[kind] == pytest.approx(other[kind], rel=0.02, abs=0.02)
