@@ -78,7 +78,7 @@ def run_server(app: Any, host: str, port: int) -> None:
     """
     import uvicorn
 
-    try:  # uvicorn would end the process with a code of its own
+    try:  # uvicorn would end the process with another code
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             if os.name == "posix":  # the port of a server that has just ended is free
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
