@@ -236,7 +236,8 @@ def test_evaluate_prints_a_table_and_writes_its_numbers_for_the_bundles_card(kin
         assert number == 3
     if kind == "all":
         page = (tmp_path / "all.html").read_text()
-        assert page.count("<h2>") == 5 and page.count("data:image/png") == 2 * (3 + 1)  # drawings and originals
+        drawings, reconstructions = 3 + 1, 3 + 48  # each next to its original
+        assert page.count("<h2>") == 5 and page.count("data:image/png") == 2 * (drawings + reconstructions)
     if kind == "composition":
         assert Image.open(tmp_path / "drawn.png").width > 3 * 2 * 144  # a drawing and a real scene of each
     code, out, err = limner("bundle", bundle, "packed", "--about", "Tiny.", "--scores", "scores.json", cwd=tmp_path)
