@@ -35,8 +35,8 @@ class Finetune(Validated):
     """Captions of the kind that the bundle draws: a text file with one per line, or its training data; by default those
     of the bundled model `scenes`."""
     method: Literal[tuple(METHODS)] = LoRA.name  # pyright: ignore[reportInvalidTypeForm]
-    """What trains: low-rank updates in a small file (lora), all weights (full), or all weights, of which leading blocks
-    freeze (elastic). Its settings are options."""
+    """Part of the prior that trains: low-rank updates in a small file (lora), all weights (full), or all weights, of
+    which leading blocks freeze (elastic). Its settings are options."""
     settings: Annotated[FinetuneConfig, arg(name="")]
 
 

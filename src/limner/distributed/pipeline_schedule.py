@@ -28,7 +28,7 @@ from limner.training.train_module import Batch
 Order = Literal["gpipe", "1f1b"]
 ORDERS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
-MICROBATCHES_PER_STAGE = 2  # at least, if the batch allows: more shorten the bubble, (K - 1) / (M + K - 1) of the time
+MIN_MICROBATCHES_PER_STAGE = 2  # if the batch allows: more shorten the bubble, (K - 1) / (M + K - 1) of the time
 
 
 def count_microbatches(rows: int, layout: PipelineLayout, least: int) -> int:
@@ -40,7 +40,7 @@ def count_microbatches(rows: int, layout: PipelineLayout, least: int) -> int:
             f"{rows} samples cannot be divided among {stages} pipeline stages: choose a batch_size that is a multiple "
             f"of {layout.world_size}"
         )
-    least = max(least, MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
+    least = max(least, MIN_MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
     choices = [stages * n for n in range(1, rows // stages + 1) if (rows // stages) % n == 0]
     return next((m for m in choices if m >= least), choices[-1])
 

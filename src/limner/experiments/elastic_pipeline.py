@@ -36,7 +36,7 @@ from statistics import mean
 from limner.experiments.report import Finding, experiment
 from limner.planner.pipeline_partition import largest_stage, partition, pipeline_length
 from limner.planner.pipeline_schedules import gpipe
-from limner.planner.pipeline_search import MICROBATCHES_PER_STAGE
+from limner.planner.pipeline_search import MAX_MICROBATCHES_PER_STAGE
 from limner.planner.pipeline_simulator import Cost, Link, Pipeline, freeze, merge, simulate
 
 LAYERS, WIDTH, POSITIONS, CLASSES = 12, 768, 197, 1_000  # ViT-B/16 at 224 pixels
@@ -89,7 +89,7 @@ class Testbed:
         )  # fmt: skip
         return simulate(pipeline).seconds
 
-    def best_microbatches(self, frozen: int, k: int, replicas: int, most: int = MICROBATCHES_PER_STAGE) -> int:
+    def best_microbatches(self, frozen: int, k: int, replicas: int, most: int = MAX_MICROBATCHES_PER_STAGE) -> int:
         """Return the fastest of K, 2 K, ... micro-batches."""
         return min((k * n for n in range(1, most + 1)), key=lambda m: self.seconds(frozen, k, replicas, m))
 

@@ -3,7 +3,7 @@
 A unit is a part of the model that stays on one device: the embeddings, an attention or MLP resblock, the head. A cut
 therefore never divides a skip connection, whose two branches would cross the link. The weight of a unit is its cost or,
 as in the paper, its number of parameters. A frozen unit has neither gradients nor moments nor stored activations, and
-weighs `FROZEN_WEIGHT` of a trained one.
+weighs `FROZEN_COST` of a trained one.
 
 The paper divides greedily; the dynamic program here finds the smallest possible maximum.
 """
@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from limner.blocks import resblocks
+from limner.distributed.pipeline_layout import FROZEN_COST
 from limner.errors import UserError
 from limner.models.transformer import Transformer
-
-FROZEN_WEIGHT = 1 / 6  # lambda_frozen, measured by the paper
 
 
 def unit_parameters(model: Transformer) -> dict[str, int]:
@@ -28,7 +27,7 @@ def unit_parameters(model: Transformer) -> dict[str, int]:
 
 def weigh(parameters: Sequence[float], frozen: int) -> list[float]:
     """Return the weights of units of which the first `frozen` are frozen."""
-    return [n * FROZEN_WEIGHT if i < frozen else n for i, n in enumerate(parameters)]
+    return [n * FROZEN_COST if i < frozen else n for i, n in enumerate(parameters)]
 
 
 def partition(weights: Sequence[float], stages: int) -> tuple[int, ...]:

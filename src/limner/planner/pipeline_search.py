@@ -15,7 +15,7 @@ from functools import cached_property
 from limner.planner.pipeline_partition import partition
 from limner.planner.pipeline_simulator import Cost, Pipeline, Simulated, merge, simulate
 
-MICROBATCHES_PER_STAGE = 6  # upper end of the paper's search
+MAX_MICROBATCHES_PER_STAGE = 6  # upper end of the paper's search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def search(
                     settings, devices=k, microbatches=m, replicas=devices // k, prologue=settings.prologue * share
                 ),
             )
-            for m in range(k, MICROBATCHES_PER_STAGE * k + 1)
+            for m in range(k, MAX_MICROBATCHES_PER_STAGE * k + 1)
             if share % m == 0
         ]  # fmt: skip
         if estimates:

@@ -9,7 +9,7 @@ import torch
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
 from limner.planner.pipeline_partition import (
-    FROZEN_WEIGHT,
+    FROZEN_COST,
     largest_stage,
     partition,
     pipeline_length,
@@ -67,7 +67,7 @@ def test_units_are_resblocks_in_the_models_order():
 
 def test_frozen_units_weigh_a_sixth():
     assert weigh([6, 6, 6], 2) == [1, 1, 6]
-    assert FROZEN_WEIGHT == 1 / 6
+    assert FROZEN_COST == 1 / 6
 
 
 def test_the_papers_lengths_while_a_vit_freezes():
