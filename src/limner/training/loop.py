@@ -13,6 +13,7 @@ Order within a step: update (`step.update`), log and evaluate, checkpoint, stop 
 evaluations `step` is the number of updates done.
 """
 
+import math
 import os
 import signal
 import threading
@@ -167,7 +168,7 @@ class _Loop:
             if evaluates or run.step % config.log_every == 0:
                 log.write(self._row(metrics, evaluates))
             last = self.ended
-            if last and run.loss_exploded:
+            if last and (run.loss_exploded or not math.isfinite(run.loss)):
                 raise run.diverged()
             stop = run.parallel.any(bool(signals))
             if last or stop or (run.step % config.checkpoint_every == 0 and not run.consecutive_bad_steps):
