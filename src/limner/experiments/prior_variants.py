@@ -8,7 +8,7 @@ Shapes: B batch, T text positions, S image positions, V codes, P = T + 1, N = P 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -39,17 +39,19 @@ TEMPERATURE = 0.02  # of squared distances between patches and codes, in q
 
 
 class MaskedPadding(Transformer):
-    """A prior whose attention logits are -inf at text positions without a token."""
+    """A prior whose attention logits are -inf at text positions without a token, of the captions of `inputs`."""
 
-    def states(
-        self, text: Int64[Tensor, "B T"], image: Int64[Tensor, "B S"]
-    ) -> tuple[Float[Tensor, "B T-1 D"], Float[Tensor, "B S D"]]:
-        x = torch.cat([self.embed.prefix(text), self.embed.tokens(image)], 1)
-        has_token = F.pad(text != PAD, (0, x.shape[1] - text.shape[1]), value=True)[:, None, None]
-        fns = {name: self._attention_fn(fn.get_buffer("mask") & has_token) for name, fn in self.attention_fns.items()}
-        x = self.run(x, attention_fns=[fns[pattern.name] for pattern in self.config.patterns])
-        x, t = self.head.norm(x), text.shape[1]
-        return x[:, : t - 1], x[:, t:-1]
+    def inputs(self, text: Int64[Tensor, "B T"], image: Int64[Tensor, "B S"]) -> Float[Tensor, "B n D"]:
+        self.has_token = F.pad(text != PAD, (0, 1 + image.shape[1]), value=True)[:, None, None]
+        return super().inputs(text, image)
+
+    def run(
+        self, x: Float[Tensor, "B n D"], start: int = 0, stop: int | None = None,
+        attention_fns: Iterable[AttentionFn] | None = None,
+    ) -> Float[Tensor, "B n D"]:  # fmt: skip
+        masks = {name: fn.get_buffer("mask") & self.has_token for name, fn in self.attention_fns.items()}
+        fns = attention_fns or [self._attention_fn(masks[pattern.name]) for pattern in self.config.patterns]
+        return super().run(x, start, stop, fns)
 
     @staticmethod
     def _attention_fn(mask: Tensor) -> AttentionFn:

@@ -237,27 +237,14 @@ class Transformer(nn.Module):
         self, text: Int64[Tensor, "B T"], image: Int64[Tensor, "B S"]
     ) -> tuple[Float[Tensor, "B T-1 V_text"], Float[Tensor, "B S V_image"]]:
         """Return teacher-forced logits in fp32 (or fp64): [B, T - 1, V_text] and [B, S, V_image]."""
-        states, heads = self.states(text, image), (self.head.text, self.head.image)
+        states = self.outputs(self.run(self.inputs(text, image)), text)
+        heads = self.head.text, self.head.image
         with torch.autocast(text.device.type, enabled=False):
             text_logits, image_logits = (
                 F.linear(upcast(x), upcast(head.weight), upcast(head.bias))
                 for x, head in zip(states, heads, strict=True)
             )
         return text_logits, image_logits
-
-    def states(
-        self, text: Int64[Tensor, "B T"], image: Int64[Tensor, "B S"]
-    ) -> tuple[Float[Tensor, "B T-1 D"], Float[Tensor, "B S D"]]:
-        """Return the inputs of the head's two output matrices.
-
-        Args:
-            text: int64 [B, T], PAD at positions without a token.
-            image: int64 [B, S].
-
-        Returns:
-            [B, T - 1, D], which predicts text[:, 1:], and [B, S, D], which predicts the image.
-        """
-        return self.outputs(self.run(self.inputs(text, image)), text)
 
     def inputs(self, text: Int64[Tensor, "B T"], image: Int64[Tensor, "B S"]) -> Float[Tensor, "B n D"]:
         """Return the input of the first block, the embeddings of all positions: [B, n, D] with n = P + S."""
@@ -266,7 +253,10 @@ class Transformer(nn.Module):
     def outputs(
         self, x: Float[Tensor, "B n D"], text: Int64[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B T-1 D"], Float[Tensor, "B n-T-1 D"]]:
-        """Return `states` from the output of the last block, with n = P + S."""
+        """Return the inputs of the head's two output matrices from the output of the last block, with n = P + S.
+
+        They are [B, T - 1, D], which predicts text[:, 1:], and [B, S, D], which predicts the image.
+        """
         x, t = self.head.norm(x), text.shape[1]
         return x[:, : t - 1], x[:, t:-1]
 

@@ -175,7 +175,7 @@ def test_under_autocast_logits_have_operands_in_32_bits_unless_the_objective_rou
     with torch.no_grad():
         model.head.image.weight *= 50  # logits at which bf16 operands change the loss
     batch = {"text": torch.randint(0, 9, (4, 3)), "image": torch.randint(0, 7, (4, 12))}
-    states = model.states(**batch)
+    states = model.outputs(model.run(model.inputs(**batch)), batch["text"])
     model.outputs = lambda x, text: states  # the same for all
     with torch.autocast("cpu", dtype=torch.bfloat16):
         exact, rounded = (Autoregressive(**x)(model, batch, 0, None) for x in ({}, {"logit_operands": "autocast"}))
