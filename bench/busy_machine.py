@@ -24,6 +24,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from limner.evaluation.confidence import t_quantile
+
 CAPTION = "a small red circle above a large blue square on a gray background"
 TURNS = 15  # training steps of a process
 TRAINING = """
@@ -91,9 +93,10 @@ def time_steps(names: list[str]) -> list[float]:
 
 
 def ratio(first: list[float], other: list[float]) -> list[float]:
-    """Return the geometric mean of first / other and its 95% interval (normal, over the rounds)."""
+    """Return the geometric mean of first / other and its 95% interval (Student's t, over the rounds)."""
     logs = [math.log(a / b) for a, b in zip(first, other, strict=True)]
-    mean, half = statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
+    mean = statistics.fmean(logs)
+    half = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     return [round(math.exp(x), 4) for x in (mean, mean - half, mean + half)]
 
 

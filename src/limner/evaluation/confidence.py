@@ -94,9 +94,11 @@ def proportion(values: np.ndarray, clusters: Sequence[str]) -> Estimate:
 
 
 def mean(values: np.ndarray, unit: str) -> Estimate:
-    """Return the mean of independent `values` [n]."""
-    variance, degrees = _clustered(np.asarray(values, float), [str(i) for i in range(len(values))])
-    center, half_width = float(np.mean(values)), t_quantile(max(degrees, 1)) * math.sqrt(variance)
+    """Return the mean of independent `values` [n], n >= 1, with an interval by Student's t if n >= 2."""
+    center, n = float(np.mean(values)), len(values)
+    if n < 2:
+        return Estimate(value=center, unit=unit)
+    half_width = t_quantile(n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
     return Estimate(value=center, unit=unit, low=center - half_width, high=center + half_width)
 
 
@@ -125,7 +127,9 @@ def wilson(p: float, n: float) -> tuple[float, float]:
 
 
 def t_quantile(degrees: int) -> float:
-    """Return the 97.5th percentile of Student's t by Cornish-Fisher expansion: within 1% for `degrees` >= 4."""
+    """Return the 97.5th percentile of Student's t, from 3 `degrees` on by Cornish-Fisher expansion: within 1%."""
+    if degrees < 3:
+        return (12.706, 4.303)[degrees - 1]
     z, d = _Z_975, degrees
     return (
         z

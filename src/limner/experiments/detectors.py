@@ -146,7 +146,7 @@ def detector(folder: Path, quick: bool) -> Finding:
     return Finding(
         holds=all_above(gains.values()),
         verdict="; ".join(f"{model}: mAP {values[0]} to {values[-1]}" for model, values in ends.items())
-        + f" on new scenes. {sum(all_above([gain]) for gain in gains.values())} of {len(gains)} steps raise it "
+        + f" on new scenes. {sum(all_above([gain]) is True for gain in gains.values())} of {len(gains)} steps raise it "
         "significantly.",
         header=("detector", "step", "mAP@50", "mAP", "gain in mAP"),
         rows=[

@@ -94,11 +94,8 @@ def rerank_trial(*, seed: int, count: int, sizes: Sequence[int], repeats: int) -
 
 def reranking_helps(accuracy: Estimate, fidelity: Estimate, doublings: tuple[float, float]) -> bool | None:
     """Return True if the gains in accuracy and fidelity are above zero, and a doubling of N brings less accuracy beyond
-    the first range of N than in it (`doublings`). None if only the gain in fidelity is not significant."""
-    assert fidelity.high is not None
-    if not all_above([accuracy]) or fidelity.high < 0 or doublings[1] >= doublings[0]:
-        return False
-    return True if all_above([fidelity]) else None
+    the first range of N than in it (`doublings`). None if a gain is not significant."""
+    return False if doublings[1] >= doublings[0] else all_above([accuracy, fidelity])
 
 
 @experiment(
@@ -118,13 +115,13 @@ def rerank_n(folder: Path, quick: bool) -> Finding:
     kid, fid = runs.values("kid"), runs.values("fid")  # [S, K]
     gains = (
         replace(paired_difference(right[middle], right[0], clusters), spec=".1%"),
-        over_seeds(kid[:, 0] - kid[:, middle], ".4f"),
+        over_seeds(kid[:, 0] - kid[:, middle]),
     )
     first, beyond = (np.diff(right[[0, middle, -1]].mean(1)) / (middle, len(sizes) - 1 - middle)).tolist()
     columns = {
         "accuracy": [proportion(x, clusters) for x in right],
         "contrastive score": [f"{x.mean():.3f}" for x in ranked],
-        "KID": [over_seeds(x, ".4f") for x in kid.T],
+        "KID": [over_seeds(x) for x in kid.T],
         "FID": [over_seeds(x, ".1f") for x in fid.T],
     }
     return Finding(

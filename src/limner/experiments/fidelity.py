@@ -101,11 +101,11 @@ def fid_blur(folder: Path, quick: bool) -> Finding:
             f"Blur of radius {radius:g} reduces this ratio by {reduction}."
             for radius, reduction in zip(radii[1:], reductions, strict=False)
         )
-        + f" The KID of reconstructions is {over_seeds(kid['reconstructions'][:, 0], '.4f')} without blur and "
-        f"{over_seeds(kid['reconstructions'][:, 1], '.4f')} at radius {radii[1]:g}.",
+        + f" The KID of reconstructions is {over_seeds(kid['reconstructions'][:, 0])} without blur and "
+        f"{over_seeds(kid['reconstructions'][:, 1])} at radius {radii[1]:g}.",
         header=("radius", *(f"{metric}, {name}" for metric in ("KID", "FID") for name in SETS)),
         rows=[
-            (f"{radius:g}", *(str(over_seeds(kid[s][:, r], ".4f")) for s in SETS),
+            (f"{radius:g}", *(str(over_seeds(kid[s][:, r])) for s in SETS),
              *(f"{fid[s][:, r].mean():.1f}" for s in SETS))
             for r, radius in enumerate(radii)
         ],

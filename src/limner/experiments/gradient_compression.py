@@ -17,7 +17,7 @@ from limner.distributed.gradient_reducers import Fp32Reducer
 from limner.distributed.powersgd import EPS, PowerSGD, PowerSGDConfig, orthonormal
 from limner.experiments import replicas
 from limner.experiments.report import Finding, experiment
-from limner.experiments.sweep import Result, Sweep, deviation, interval
+from limner.experiments.sweep import Result, Sweep, deviation, over_seeds
 from limner.numerics.formats import E6M9
 
 
@@ -60,7 +60,7 @@ def compression_rank(folder: Path, quick: bool) -> Finding:
             differences = runs.losses() - plain.losses()
             saved = 1 - runs.results[0]["sent_matrices"] / plain.results[0]["sent_matrices"]
             loss = f"{runs.losses().mean():.4f}"
-            rows.append((w, r, f"{r / w:.3f}", f"{saved:.0%}", loss, interval(differences)))
+            rows.append((w, r, f"{r / w:.3f}", f"{saved:.0%}", loss, str(over_seeds(differences))))
             gaps[r] = float(differences.mean())
         smallest[w] = smallest_rank(gaps, noise)
         curves[f"width {w}: loss above the uncompressed one, over rank / width"] = {
@@ -145,7 +145,7 @@ def fixed_q(folder: Path, quick: bool) -> Finding:
         {
             "loss at the end": lambda runs: f"{runs.losses().mean():.4f}",
             "above uncompressed, 95% interval": lambda runs: (
-                f"± {noise:.4f} over seeds" if runs is plain else interval(runs.losses() - plain.losses())
+                f"± {noise:.4f} over seeds" if runs is plain else str(over_seeds(runs.losses() - plain.losses()))
             ),
             "left in error buffers": lambda runs: "-" if runs is plain else f"{residual[runs.label]:.1%}",
         },

@@ -11,7 +11,7 @@ one trial at a time. With fewer than `MIN_SPIKES` loss spikes a finding is undec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from limner.evaluation.confidence import Estimate
 from limner.evaluation.report import Points
 from limner.experiments.report import Finding, experiment
-from limner.experiments.sweep import Result, Runs, Sweep, mean_and_error, span
+from limner.experiments.sweep import Result, Runs, Sweep, all_above, over_seeds, span
 from limner.experiments.tiny_models import CLIP, accuracy, train_clip
 from limner.metrics import spikes
 from limner.metrics.spikes import SpikeMatch
@@ -208,21 +209,15 @@ def curves_around_peak(result: Result) -> dict[str, dict[str, Points]]:
     return {"Loss": {"loss": list(enumerate(result["loss"][begin:end], begin + 1))}, "RMS_t": series}
 
 
-MARGIN = 2  # standard errors that a difference must exceed
+def is_better(stable: int, adamw: int, gains: Iterable[Estimate]) -> bool | None:
+    """Return True if StableAdamW has fewer spikes than AdamW, and its gains in accuracy over other methods are above 0.
 
-
-def is_better(stable: int, adamw: int, differences: Mapping[str, tuple[float, float]]) -> bool | None:
-    """Return True if StableAdamW has fewer spikes than AdamW and exceeds each other accuracy by `MARGIN` standard
-    errors.
-
-    False if StableAdamW has at least as many spikes, or is less accurate than another method by more than `MARGIN`.
-    None otherwise, and if AdamW has fewer than `MIN_SPIKES` spikes.
+    False if it has at least as many spikes, or a gain below 0. None otherwise, and if AdamW has fewer than `MIN_SPIKES`
+    spikes.
     """
     if adamw < MIN_SPIKES:
         return None
-    if stable >= adamw or any(mean < -MARGIN * error for mean, error in differences.values()):
-        return False
-    return True if all(mean > MARGIN * error for mean, error in differences.values()) else None
+    return False if stable >= adamw else all_above(gains)
 
 
 @experiment(
@@ -246,14 +241,14 @@ def stable_adamw(folder: Path, quick: bool) -> Finding:
     clipping = "gradient clipping"
     others = {"AdamW": ("AdamW", at), clipping: (clipping, at), f"beta2 {betas[0]}": ("AdamW", betas[0])}
     stable = accuracy["StableAdamW", at]
-    differences = {name: mean_and_error(stable - accuracy[label]) for name, label in others.items()}
+    gains = {name: over_seeds(stable - accuracy[label], "+.1%") for name, label in others.items()}
     return sweep.finding(
-        is_better(counts["StableAdamW", at], counts["AdamW", at], differences),
+        is_better(counts["StableAdamW", at], counts["AdamW", at], gains.values()),
         f"At beta2 {at}, {counts['StableAdamW', at]} loss spikes with StableAdamW, {counts['AdamW', at]} with "
         f"AdamW and {counts['gradient clipping', at]} with gradient clipping; {counts['AdamW', betas[0]]} with "
         f"AdamW at beta2 {betas[0]}. Held-out accuracy of StableAdamW, less that of the others: "
-        + ", ".join(f"{name} {mean:+.1%} ± {error:.1%}" for name, (mean, error) in differences.items())
-        + f" (standard errors over seeds).{TOO_FEW if counts['AdamW', at] < MIN_SPIKES else ''}",
+        + "; ".join(f"{name} {gain}" for name, gain in gains.items())
+        + f".{TOO_FEW if counts['AdamW', at] < MIN_SPIKES else ''}",
         ("method", "beta2"),
         {
             "loss spikes": lambda runs: counts[runs.label],

@@ -132,10 +132,10 @@ class Sweep:
     ) -> Finding:
         """Return the finding that the setting `label` has a lower value `key`, named `value`, than each other one."""
         ours = self.runs[label].values(key)
-        gaps = {name: runs.values(key) - ours for name, runs in self.runs.items() if name != label}
-        differences = ", ".join(f"{interval(gap)} with {name}" for name, gap in gaps.items())
+        gaps = {name: over_seeds(runs.values(key) - ours) for name, runs in self.runs.items() if name != label}
+        differences = ", ".join(f"{gap} with {name}" for name, gap in gaps.items())
         verdict = f"The {value}, less that with {label}: {differences}."
-        return self.finding(all_positive(*gaps.values()), verdict, labels, columns, {"loss, first seed": self.curves})
+        return self.finding(all_above(gaps.values()), verdict, labels, columns, {"loss, first seed": self.curves})
 
 
 def deviation(values: Float[np.ndarray, " S"]) -> float:
@@ -143,35 +143,17 @@ def deviation(values: Float[np.ndarray, " S"]) -> float:
     return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
 
-def mean_and_error(differences: Float[np.ndarray, " S"]) -> tuple[float, float]:
-    """Return the mean of differences paired by seed, and its standard error, infinite for one seed."""
-    error = deviation(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
-    return float(differences.mean()), error
-
-
-def interval(differences: Float[np.ndarray, " S"]) -> str:
-    """Format the mean of differences paired by seed, with its 95% interval."""
-    mean, error = mean_and_error(differences)
-    return f"{mean:+.4f} ± {1.96 * error:.4f}"
-
-
-def over_seeds(values: Float[np.ndarray, " S"], spec: str) -> Estimate:
-    """Return the mean of one value per seed, formatted by `spec`, with its 95% interval by Student's t."""
+def over_seeds(values: Float[np.ndarray, " S"], spec: str = ".4f") -> Estimate:
+    """Return the mean of one value, or difference, per seed, with its 95% interval by Student's t if S >= 2."""
     return replace(mean(values, ""), spec=spec)
 
 
-def all_above(estimates: Iterable[Estimate], value: float = 0.0) -> bool:
-    """Return True if the interval of each estimate is above a value."""
-    return all(estimate.low is not None and estimate.low > value for estimate in estimates)
-
-
-def all_positive(*differences: Float[np.ndarray, " S"]) -> bool | None:
-    """Return True if the 95% intervals of all means of differences paired by seed are above 0, False if one is below 0,
-    None otherwise."""
-    estimates = [mean_and_error(values) for values in differences]
-    if any(mean + 1.96 * error < 0 for mean, error in estimates):
+def all_above(estimates: Iterable[Estimate], value: float = 0.0) -> bool | None:
+    """Return True if the interval of each estimate is above a value, False if one is below it, None otherwise."""
+    bounds = [(-math.inf, math.inf) if x.low is None or x.high is None else (x.low, x.high) for x in estimates]
+    if any(high < value for _, high in bounds):
         return False
-    return True if all(mean - 1.96 * error > 0 for mean, error in estimates) else None
+    return True if all(low > value for low, _ in bounds) else None
 
 
 def span(values: Float[np.ndarray, " S"], spec: str) -> str:

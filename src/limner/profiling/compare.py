@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from limner.evaluation.confidence import t_quantile
 from limner.profiling.distributed_view import PARTS
 from limner.profiling.recommendations import format_time
 from limner.text_table import render_table
@@ -23,15 +24,16 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, li
     """Return what changed between two reports of `analysis.analyze`, in nanoseconds.
 
     "times" has the mean over ranks and steps of the step and its parts, and half the width of a 95% interval of the
-    difference, without one if a run has fewer than three steps. "operators" has the self time in a step on CPU and GPU
-    of the operators that changed most.
+    difference by Student's t, without one if a run has fewer than three steps. "operators" has the self time in a step
+    on CPU and GPU of the operators that changed most.
     """
     times = []
     for name in _ROWS:
         first, second = (_by_step(report["steps"], name) for report in (before, after))
         row = {"name": name, "before": float(first.mean()), "after": float(second.mean())}
         if min(len(first), len(second)) > 2:
-            row["within"] = float(1.96 * np.sqrt(first.var(ddof=1) / len(first) + second.var(ddof=1) / len(second)))
+            variance = first.var(ddof=1) / len(first) + second.var(ddof=1) / len(second)
+            row["within"] = float(t_quantile(min(len(first), len(second)) - 1) * np.sqrt(variance))
         times.append(row)
     first, second = (_self_times(report) for report in (before, after))
     operators = [{"name": name, "before": first[name], "after": second[name]} for name in {**first, **second}]

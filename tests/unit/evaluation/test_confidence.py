@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, t
 
-from limner.evaluation.confidence import paired_difference, proportion, t_quantile, wilson
+from limner.evaluation.confidence import mean, paired_difference, proportion, t_quantile, wilson
 
 
 @pytest.mark.parametrize(("right", "total"), [(0, 9), (9, 9), (43, 50), (1, 300)])
@@ -17,8 +17,15 @@ def test_the_interval_is_wilsons(right, total):
 
 
 def test_t_quantile_matches_scipy():
-    for degrees in (*range(4, 40), 1_000):
+    for degrees in (*range(1, 40), 1_000):
         assert t_quantile(degrees) == pytest.approx(t.ppf(0.975, degrees), rel=0.01)
+
+
+def test_95_percent_of_intervals_of_few_values_cover_the_mean():
+    for n, rng in ((2, np.random.default_rng(2)), (3, np.random.default_rng(3)), (5, np.random.default_rng(5))):
+        found = [mean(rng.normal(1, 3, n), "") for _ in range(1_000)]
+        assert 0.93 < np.mean([x.low <= 1 <= x.high for x in found]) < 0.97
+    assert str(mean(np.array([1.5]), "dB")) == "1.50 dB"  # one value lacks an interval
 
 
 def clustered(rng, n=1_024, clusters=30, a=8.0, b=1.0):

@@ -96,9 +96,10 @@ def test_swapped_captions_name_exchanged_values():
     ("outcomes", "holds"),
     [
         (["right"] * 14 + ["swapped"] * 2, True),
-        (["right", "swapped"] * 8, False),  # a model that ignores which object an attribute belongs to
-        (["on both"] * 16, False),
-        (["right"] + ["another drawing"] * 15, False),  # too few
+        (["right", "swapped"] * 8, None),  # a model that ignores which object an attribute belongs to
+        (["right"] * 2 + ["swapped"] * 14, False),
+        (["on both"] * 16, None),
+        (["right"] + ["another drawing"] * 15, None),  # too few
     ],
 )
 def test_a_model_binds_only_if_it_swaps_rarely(reproduce, outcomes, holds):
@@ -108,7 +109,7 @@ def test_a_model_binds_only_if_it_swaps_rarely(reproduce, outcomes, holds):
     assert finding.holds is holds and len(finding.rows) == 3
 
 
-@pytest.mark.parametrize(("another", "holds"), [(0.0, True), (1.0, False)])
+@pytest.mark.parametrize(("another", "holds"), [(0.0, True), (1.0, None)])
 def test_lower_halves_must_follow_the_caption(reproduce, another, holds):
     """A model that draws the same transform below each upper half is right for any caption."""
 
@@ -119,7 +120,7 @@ def test_lower_halves_must_follow_the_caption(reproduce, another, holds):
     assert reproduce(drawings.image_to_image, result).holds is holds
 
 
-@pytest.mark.parametrize(("blurred", "holds"), [(0.001, True), (0.006, False)])
+@pytest.mark.parametrize(("blurred", "holds"), [(0.001, True), (0.006, None), (0.008, False)])
 def test_a_blur_must_favor_drawings(reproduce, blurred, holds):
     """Drawings at a distance of 0.012 without blur, other pictures at 0.02, and at half of it with blur."""
 

@@ -69,7 +69,8 @@ def test_both_bounds_agree_as_tau_falls(monkeypatch):
         ([0.5, 0.6, 0.55], [0.01, 0.02, 0.01], True),
         ([0.5, 0.6, 0.55], [-0.01, 0.01, -0.01], True),
         ([0.5, 0.6, 0.55], [0.2, 0.2, 0.2], False),
-        ([0.5, 0.6, 0.55], [-0.2, 0.2, 0.0], False),  # a mean of 0, but no bound is near the other
+        ([0.5, 0.6, 0.55], [-0.2, 0.2, -0.2], False),  # a mean near 0, but no bound is near the other
+        ([0.5, 0.6, 0.55], [-0.2, 0.2, 0.0], None),
         ([0.1, -0.1, 0.0], [0.0, 0.0, 0.0], None),  # no gap to close
         ([0.5], [0.0], None),
     ],

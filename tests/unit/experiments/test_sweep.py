@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_1samp
 
 from limner.cli import main
 from limner.errors import UserError
-from limner.experiments.sweep import Sweep, all_positive, mean_and_error, result_path, run_trials, span
+from limner.experiments.sweep import Sweep, all_above, over_seeds, result_path, run_trials, span
 from toy_trials import trial
 
 
@@ -108,31 +109,34 @@ def test_a_run_that_diverged_counts_with_its_highest_loss(monkeypatch, tmp_path)
     assert sweep.runs["x"].losses(2).tolist() == [3.0, 5.0]
 
 
-def test_differences_are_paired_by_seed():
-    mean, error = mean_and_error(np.array([0.3, 0.5, 0.7]) - np.array([0.2, 0.4, 0.6]))
-    assert mean == pytest.approx(0.1) and error == pytest.approx(0, abs=1e-9)
-    assert mean_and_error(np.array([0.3 - 0.2]))[1] == math.inf
-
-
 @pytest.mark.parametrize(
-    ("differences", "positive"),
+    ("differences", "above"),
     [
         (([0.2, 0.3, 0.25],), True),
+        (([0.1, 0.3, 0.2],), None),  # above 0 by 1.96 standard errors, but not by Student's t
         (([0.2, 0.3, 0.25], [-0.3, 0.4, 0.1]), None),
         (([0.2, 0.3, 0.25], [-0.3, -0.4, -0.2]), False),
         (([0.2],), None),  # one seed
     ],
 )
-def test_all_intervals_must_be_above_zero(differences, positive):
-    assert all_positive(*map(np.array, differences)) is positive
+def test_all_intervals_must_be_above_zero(differences, above):
+    assert all_above(over_seeds(np.array(values)) for values in differences) is above
+
+
+def test_an_interval_over_seeds_is_students():
+    values = np.array([0.1, 0.3, 0.2])
+    low, high = ttest_1samp(values, 0).confidence_interval(0.95)
+    assert str(over_seeds(values, ".3f")) == f"0.200 ({low:.3f} to {high:.3f})"
 
 
 def test_the_best_setting_is_lower_than_each_other(monkeypatch, tmp_path):
-    results = [{"loss": [1.0], "x": x} for x in (1.0, 1.1, 1.5, 1.5, 1.2, 1.4)]
+    results = [{"loss": [1.0], "x": x} for x in (1.0, 1.1, 1.5, 1.62, 1.2, 1.32)]
     monkeypatch.setattr("limner.experiments.sweep.run_trials", lambda *_: results)
     sweep = Sweep(tmp_path, trial, {"a": {}, "b": {}, "c": {}}, (0, 1), steps=1)
     columns = {"x": lambda runs: f"{runs.mean('x'):.2f}"}
     finding = sweep.best("a", "x", "loss", ("kind",), columns)
-    assert finding.holds is True and finding.rows == [("a", "1.05"), ("b", "1.50"), ("c", "1.30")]
-    assert finding.verdict == "The loss, less that with a: +0.4500 ± 0.0980 with b, +0.2500 ± 0.0980 with c."
+    assert finding.holds is True and finding.rows == [("a", "1.05"), ("b", "1.56"), ("c", "1.26")]
+    assert finding.verdict == (
+        "The loss, less that with a: 0.5100 (0.3829 to 0.6371) with b, 0.2100 (0.0829 to 0.3371) with c."
+    )
     assert sweep.best("b", "x", "loss", ("kind",), columns).holds is False

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from limner.evaluation.confidence import Estimate
 from limner.experiments import load, switchback_speed
+from limner.experiments.eight_bits import as_accurate
 
 
 def test_both_layers_of_an_mlp_are_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -38,3 +40,12 @@ def test_sections_of_the_second_paper() -> None:
         "fp8-layerscale": "Wortsman et al. 2023, §2.3, Figure 2",
         "switchback-speed": "Wortsman et al. 2023, App. B, Figures 6 and 7 (left)",
     }
+
+
+@pytest.mark.parametrize(
+    ("gain", "lead", "holds"), [(0.0, 0.02, True), (0.02, 0.02, True), (-0.02, 0.02, False), (0.0, 0.0, None),
+    (0.0, -0.02, False)],
+)  # fmt: skip
+def test_switchback_must_be_as_accurate_as_bf16_and_more_than_llm_int8(gain, lead, holds):
+    estimates = (Estimate(value=x, low=x - 0.01, high=x + 0.01) for x in (gain, lead))
+    assert as_accurate(*estimates) is holds
