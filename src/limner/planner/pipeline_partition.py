@@ -2,8 +2,8 @@
 
 A unit is a part of the model that stays on one device: the embeddings, an attention or MLP resblock, the head. A cut
 therefore never divides a skip connection, whose two branches would cross the link. The weight of a unit is its cost or,
-as in the paper, its number of parameters. A frozen unit has neither gradients nor moments nor stored activations, and
-weighs `FROZEN_COST` of a trained one.
+as in the paper, its number of parameters. A frozen unit has neither gradients nor moments nor stored activations;
+callers pass the weights of trained units.
 
 The paper divides greedily; the dynamic program here finds the smallest possible maximum.
 """
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from limner.blocks import resblocks
-from limner.distributed.pipeline_layout import FROZEN_COST
 from limner.errors import UserError
 from limner.models.transformer import Transformer
 
@@ -23,11 +22,6 @@ def unit_parameters(model: Transformer) -> dict[str, int]:
     """Return the number of parameters of each unit by name, in the model's order."""
     units = {"embed": model.embed, **resblocks(model), "head": model.head}
     return {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
-
-
-def weigh(parameters: Sequence[float], frozen: int) -> list[float]:
-    """Return the weights of units of which the first `frozen` are frozen."""
-    return [n * FROZEN_COST if i < frozen else n for i, n in enumerate(parameters)]
 
 
 def partition(weights: Sequence[float], stages: int) -> tuple[int, ...]:

@@ -6,16 +6,10 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 
+from limner.distributed.pipeline_layout import FROZEN_COST
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
-from limner.planner.pipeline_partition import (
-    FROZEN_COST,
-    largest_stage,
-    partition,
-    pipeline_length,
-    unit_parameters,
-    weigh,
-)
+from limner.planner.pipeline_partition import largest_stage, partition, pipeline_length, unit_parameters
 
 #: Millions of parameters of ViT-B/16 by unit, as its authors' log of 2020-12-30 prints them: embeddings, 12 times
 #: attention and MLP, final norm, head of ImageNet.
@@ -65,11 +59,6 @@ def test_units_are_resblocks_in_the_models_order():
     assert sum(units.values()) == sum(p.numel() for p in model.parameters())
 
 
-def test_frozen_units_weigh_a_sixth():
-    assert weigh([6, 6, 6], 2) == [1, 1, 6]
-    assert FROZEN_COST == 1 / 6
-
-
 def test_the_papers_lengths_while_a_vit_freezes():
     """8, then 4, 2 and 1 GPUs per pipeline as frozen blocks leave it."""
     limit = largest_stage(VIT, 8)
@@ -79,7 +68,8 @@ def test_the_papers_lengths_while_a_vit_freezes():
     for largest_at_start in (limit, 14.176):
         assert [pipeline_length(units, 8, largest_at_start) for units in active] == [8, 8, 4, 2, 2, 1, 1]
     # Frozen blocks that stay in the pipeline, with a sixth of their weight, keep it longer.
-    assert [pipeline_length(weigh(VIT, 1 + 2 * blocks), 8, limit) for blocks in (4, 7, 9, 10)] == [8, 4, 4, 4]
+    staying = [[*(FROZEN_COST * n for n in VIT[: 1 + 2 * k]), *VIT[1 + 2 * k :]] for k in (4, 7, 9, 10)]
+    assert [pipeline_length(units, 8, limit) for units in staying] == [8, 4, 4, 4]
 
 
 @pytest.mark.parametrize("seed", range(30))
