@@ -306,6 +306,21 @@ def test_plan_says_which_of_its_figures_run():
     assert "12.09" in out or "12,09" in out
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--gpus", 2, "--gpu", "a100-80gb"], r"--pipeline-stages 2, each GPU holds .*:\na step takes \d\.\d\d times"),
+        (["--gpus", 2, "--gpu", "v100-16gb"], "scales gradients, which a pipeline"),  # fp16 without bf16
+        (["--gpus", 1, "--gpu", "a100-80gb"], "no pipelines"),
+    ],
+)
+def test_plan_names_pipelines_where_one_can_run(options, says):
+    code, out, err = limner("plan", "--recipe", "laptop", *options)
+    assert code == 0, err
+    assert re.search(says, out)
+    assert ("--parallel pipeline" in out) == (options[1] == 2)
+
+
 TINY_DEMO = """
 import sys
 from dataclasses import replace

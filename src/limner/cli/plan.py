@@ -20,6 +20,7 @@ from limner.planner.gpus import GPUS
 from limner.planner.launch import Launch
 from limner.planner.launch_search import Cluster, LaunchEstimate, compressed, enumerate_launches, launch_command
 from limner.planner.pipeline_costs import peak_bytes, pipelines
+from limner.planner.pipeline_search import PipelineEstimate
 from limner.quantization.precisions import Fp16Weights
 from limner.recipes.recipe import PriorStage
 from limner.text_table import render_table
@@ -81,17 +82,18 @@ def main(argv: Sequence[str]) -> None:
     estimates = enumerate_launches(prior.model, training, options.gpus, cluster, options.dp_replicate, options.rank)
     replicas = options.gpus // gcd(options.gpus, cluster.per_machine)
     layout = Launch(config=prior.model, training=replace(training, accumulate=1), gpus=options.gpus, replicas=replicas)
+    found = pipelines(layout, cluster)
     blocks = [
         *model_tables(options.recipe, layout, cluster, options.candidates),
         *layout_tables(layout, cluster, options.rank),
         *launch_table(estimates, options.recipe, prior),
-        pipeline_table(layout, cluster),
+        pipeline_table(layout, cluster, found),
     ]
     if options.dry_run:
         from limner.planner.dry_run import dry_run
 
         blocks += dry_run_table(estimates[0], dry_run(estimates[0].launch))
-    print("\n\n".join([*blocks, RUNS]))
+    print("\n\n".join([*blocks, *pipeline_choice(layout, found, estimates[0]), RUNS]))
 
 
 def model_tables(name: str, layout: Launch, cluster: Cluster, candidates: int) -> Iterable[str]:
@@ -207,16 +209,16 @@ def launch_table(estimates: Sequence[LaunchEstimate], name: str, prior: PriorSta
     )
 
 
-def pipeline_table(layout: Launch, cluster: Cluster) -> str:
+def pipeline_table(layout: Launch, cluster: Cluster, found: Sequence[PipelineEstimate]) -> str:
     """Return the table of pipelines with all weights of a stage on its GPU."""
-    gpu, rows = GPUS[cluster.gpu], []
-    for estimate in pipelines(layout, cluster):
+    rows = []
+    for estimate in found:
         settings, peaks = estimate.settings, peak_bytes(layout, estimate)
         rows.append(
             (
                 f"{settings.devices} stages x {settings.replicas}", str(settings.microbatches),
                 f"{estimate.simulated.bubble:.0%}", _gb(peaks[0]), _gb(max(peaks)), f"{estimate.seconds:,.3f}",
-                "fits" if max(peaks) <= 0.9 * gpu.memory else "too large",
+                "fits" if _fits(layout, estimate, cluster) else "too large",
             )
         )  # fmt: skip
     if not rows:
@@ -227,6 +229,26 @@ def pipeline_table(layout: Launch, cluster: Cluster) -> str:
     return (
         render_table(head, rows)
         + "\nstages are resblocks in the recipe's format, unsharded; replicas average gradients"
+    )
+
+
+def _fits(layout: Launch, estimate: PipelineEstimate, cluster: Cluster) -> bool:
+    return max(peak_bytes(layout, estimate)) <= 0.9 * GPUS[cluster.gpu].memory
+
+
+def pipeline_choice(layout: Launch, found: Sequence[PipelineEstimate], best: LaunchEstimate) -> Iterable[str]:
+    """Yield a block of text if a pipeline can run: options of the fastest, and its time over the best launch's."""
+    cluster, depth = best.cluster, layout.config.depth
+    possible = [x for x in found if x.settings.devices <= depth and _fits(layout, x, cluster)]
+    if not possible:
+        return
+    if best.launch.training.scaling != "none":
+        yield "The best launch scales gradients, which a pipeline (--parallel pipeline) does not support."
+        return
+    ratio = f"a step takes {possible[0].seconds / best.seconds:.2f} times as long as with the best launch"
+    yield (
+        f"With --parallel pipeline --pipeline-stages {possible[0].settings.devices}, each GPU holds some blocks of the "
+        f"prior instead of shards:\n{ratio if best.fits else 'no launch fits, this pipeline does'}."
     )
 
 
