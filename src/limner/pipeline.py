@@ -15,7 +15,6 @@ Shapes: B captions, N candidates, T text positions, S image positions, H x W pix
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,18 +163,13 @@ class TextToImage:
         """
         if isinstance(captions, str):
             raise UserError("draw_many takes a list of captions, not a string: put the caption into brackets")
-        if n < 1:
-            raise UserError(f"n, the number of drawings, must be at least 1, not {n}")
-        try:
-            options = replace(options, **settings)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        options, count = options.resolve(n, self.defaults, settings)
         if not captions:
             return []
         seeds = caption_seeds(options.seed if seed is None else seed, len(captions))
         result = self.candidates(
-            captions, max(n, options.candidates or self.defaults.candidates or 64), seed=seeds, sampler=options,
-            prompt_tokens=prompt_tokens, progress=progress, on_preview=on_preview, preview_every=preview_every,
+            captions, count, seed=seeds, sampler=options, prompt_tokens=prompt_tokens, progress=progress,
+            on_preview=on_preview, preview_every=preview_every,
         )  # fmt: skip
         return [
             Drawings.best(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +95,10 @@ class OnnxPipeline:
         **settings: Any,
     ) -> Drawings:
         """Draw a caption, or complete a picture with tokens from `prime`; see `TextToImage.__call__`."""
-        options = replace(options, **settings)
-        count, sampler = max(n, options.candidates or self.defaults.candidates or 64), self.sampler(options)
+        if not isinstance(caption, str):
+            raise UserError(f"the caption must be a string, not {caption!r}: draw one caption at a time")
+        options, count = options.resolve(n, self.defaults, settings)
+        sampler = self.sampler(options)
         drawn = self.candidates(caption, count, options.seed, sampler, prompt_tokens, progress)
         return Drawings.best(
             *drawn, n, caption=caption, seed=options.seed, model=self.name, settings=sampler.to_metadata()

@@ -58,6 +58,17 @@ class GenerationConfig(Sampler):
     seed: Annotated[int, SEEDS] = 0
     """Seed of the random numbers; other seeds give other pictures."""
 
+    def resolve(self, n: int, defaults: ModelDefaults, changes: Mapping[str, Any]) -> tuple[GenerationConfig, int]:
+        """Return the settings with changes, and the number of candidates for `n` drawings. Raises `UserError` if one is
+        out of range."""
+        if n < 1:
+            raise UserError(f"n, the number of drawings, must be at least 1, not {n}")
+        try:
+            options = replace(self, **changes)
+        except InvalidSetting as error:
+            raise UserError(str(error)) from None
+        return options, max(n, options.candidates or defaults.candidates or 64)
+
 
 _PRIOR_SCORE_WEIGHTS = Range(0, 100)
 

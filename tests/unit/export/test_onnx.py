@@ -1,4 +1,4 @@
-"""Exported bundles draw the same pictures without torch, and damaged ones are refused in one sentence."""
+"""Exported bundles draw the same pictures without torch, and damaged ones raise one sentence."""
 
 import json
 import os
@@ -39,6 +39,22 @@ def test_tokens_scores_and_pictures_are_those_of_torch(exported, sampler):
         np.testing.assert_array_equal(tokens, expected.tokens[0].numpy())
         np.testing.assert_allclose(scores, expected.scores[0].numpy(), atol=1e-5)
         assert np.abs(pictures.astype(int) - expected.pictures[0].numpy().astype(int)).max() <= 1  # rounding
+
+
+@pytest.mark.parametrize(
+    ("caption", "settings"),
+    [
+        (["a", "b"], {}), ("", {}), ("\ud800", {}), (WORDS[0], {"n": 0}), (WORDS[0], {"candidates": 0}),
+        (WORDS[0], {"seed": -1}), (WORDS[0], {"temperature": "hot"}), (WORDS[0], {"top_p": 2.0}),
+    ],
+)  # fmt: skip
+def test_mistakes_have_the_sentence_of_torch(exported, caption, settings):
+    sentences = []
+    for pipe in (TextToImage.from_pretrained(exported), OnnxPipeline(exported)):
+        with pytest.raises(UserError) as raised:
+            pipe(caption, **settings)
+        sentences.append(str(raised.value).partition(": draw ")[0])
+    assert sentences[0] == sentences[1]
 
 
 def test_edited_pictures_are_those_of_torch(exported):
