@@ -32,17 +32,17 @@ from limner.serve.security import Guard
 from limner.serve.service import Service
 from limner.version import __version__
 
-__all__ = ["Routes", "create_app", "static"]
+__all__ = ["SHARED", "Routes", "create_app", "static"]
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorBody} for code in (400, 401, 403, 404, 405, 413, 429, 500, 504)
 }
 _KEEPALIVE_SECONDS = 15
-_FOLDER = Path(__file__).parent / "page"
+_FOLDER, SHARED = Path(__file__).parent / "page", Path(export.__file__).parent  # files of pages
 _PAGE = {
-    "/": ([_FOLDER / "page.html"], "text/html"),
+    "/": ([SHARED / "head.html", _FOLDER / "page.html"], "text/html"),
     "/page.js": ([_FOLDER / "page.js"], "text/javascript"),
-    "/page.css": ([Path(export.__file__).parent / "page.css", _FOLDER / "page.css"], "text/css"),
+    "/page.css": ([SHARED / "page.css", _FOLDER / "page.css"], "text/css"),
 }
 _NOT_MULTIPART = "send multipart/form-data with `image` and `prompt`"
 Policy = Callable[[str], str | None]

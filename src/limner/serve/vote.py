@@ -17,14 +17,13 @@ from fastapi.responses import JSONResponse, Response
 from PIL import Image, ImageFilter
 from pydantic import BaseModel, ConfigDict, Field
 
-from limner import export
 from limner.data.image_decode import decode_image
 from limner.data.image_encode import image_bytes
 from limner.data.sample import Rejected
 from limner.errors import UserError
 from limner.evaluation.votes import CHECK, QUESTIONS, Choice, Vote, VoteStore
 from limner.serve.answers import add_error_handlers
-from limner.serve.app import static
+from limner.serve.app import SHARED, static
 from limner.serve.security import Guard
 
 __all__ = ["Pair", "Question", "create_app", "find_pairs", "next_question"]
@@ -155,9 +154,9 @@ def create_app(pairs: Sequence[Pair], store: VoteStore, voters: int) -> FastAPI:
         blurred = pair.second == CHECK and place == "second"
         return Response(_picture(pair.files[place == "second"], blurred), media_type="image/png")
 
-    css = [Path(export.__file__).parent / "page.css", _FOLDER / "page.css", _FOLDER / "vote.css"]
+    css = [SHARED / "page.css", _FOLDER / "page.css", _FOLDER / "vote.css"]
     for path, files, kind in (
-        ("/", [_FOLDER / "vote.html"], "text/html"),
+        ("/", [SHARED / "head.html", _FOLDER / "vote.html"], "text/html"),
         ("/page.js", [_FOLDER / "vote.js"], "text/javascript"),
         ("/page.css", css, "text/css"),
     ):
