@@ -51,10 +51,10 @@ class Vote(NamedTuple):
 
 
 class VoteStore:
-    """Votes in an SQLite file, each safe on disk when `add` returns."""
+    """Votes in an SQLite file, each safe on disk when `add` returns. The file is read once."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file. Raises `UserError` if it is not a file of votes."""
+        """Open or create the file, and read it. Raises `UserError` if it is not a file of votes."""
         try:
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -62,9 +62,12 @@ class VoteStore:
                 "CREATE TABLE IF NOT EXISTS votes (voter TEXT, pair TEXT, first TEXT, second TEXT, question TEXT, "
                 "choice TEXT, seconds REAL, PRIMARY KEY (voter, pair, question))"
             )
-            self._db.execute(f"SELECT {', '.join(Vote._fields)} FROM votes LIMIT 1")
+            rows = self._db.execute(f"SELECT {', '.join(Vote._fields)} FROM votes ORDER BY pair, voter").fetchall()
         except sqlite3.Error as error:
             raise UserError(f"{path} is not a file of votes ({error}): name another file") from None
+        votes = [Vote(*row) for row in rows]
+        known = [vote for vote in votes if vote.question in QUESTIONS and vote.choice in _OUTCOMES]
+        self._votes = {(vote.voter, vote.pair, vote.question): vote for vote in known}
 
     @classmethod
     def read(cls, path: Path) -> list[Vote]:
@@ -75,12 +78,11 @@ class VoteStore:
     def add(self, vote: Vote) -> None:
         """Store a vote, in place of an earlier one of the voter for the same question."""
         self._db.execute(f"INSERT OR REPLACE INTO votes VALUES ({', '.join('?' * len(vote))})", vote)
+        self._votes[vote.voter, vote.pair, vote.question] = vote
 
     def votes(self) -> list[Vote]:
-        """Return all votes in the order of pairs and voters."""
-        query = f"SELECT {', '.join(Vote._fields)} FROM votes ORDER BY pair, voter"
-        votes = [Vote(*row) for row in self._db.execute(query)]
-        return [vote for vote in votes if vote.question in QUESTIONS and vote.choice in _OUTCOMES]
+        """Return all votes: those of the file in the order of pairs and voters, then those added."""
+        return list(self._votes.values())
 
 
 def tables(votes: Sequence[Vote]) -> list[EvalResult]:
@@ -99,11 +101,9 @@ def tables(votes: Sequence[Vote]) -> list[EvalResult]:
 
 
 def _results(votes: Sequence[Vote], who: str) -> list[EvalResult]:
-    majorities, strengths = {}, {}
-    for question in QUESTIONS:
-        asked = [vote for vote in votes if vote.question == question]
-        if not asked:
-            continue
+    majorities, strengths, by_question = {}, {}, _by_question(votes)
+    for question in filter(by_question.get, QUESTIONS):
+        asked = by_question[question]
         alpha = krippendorff_alpha(list(_by_pair(asked).values()))
         for names, group in _by_models(asked):
             majorities[f"{question}: {names[0]} over {names[1]}"] = _majority(group, names[0], alpha)

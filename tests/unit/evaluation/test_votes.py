@@ -67,7 +67,16 @@ def test_votes_survive_in_the_file_and_are_replaced_by_later_ones(tmp_path):
     store.add(vote("x", 0, "first"))
     store.add(vote("x", 0, "second"))
     store.add(vote("x", 1, "first"))
-    assert VoteStore.read(path) == [vote("x", 0, "second"), vote("x", 1, "first")]
+    assert store.votes() == VoteStore.read(path) == [vote("x", 0, "second"), vote("x", 1, "first")]
+
+
+def test_the_file_is_read_once(tmp_path):
+    VoteStore(tmp_path / "votes.sqlite").add(vote("x", 0, "first"))
+    store, statements = VoteStore(tmp_path / "votes.sqlite"), []
+    store._db.set_trace_callback(statements.append)
+    assert store.votes() == [vote("x", 0, "first")]
+    store.add(vote("y", 0, "second"))
+    assert len(store.votes()) == 2 and [s.split()[0] for s in statements] == ["INSERT"]
 
 
 def test_other_files_are_one_sentence(tmp_path):
@@ -75,7 +84,13 @@ def test_other_files_are_one_sentence(tmp_path):
     other = sqlite3.connect(tmp_path / "other")
     other.execute("CREATE TABLE votes (a)")
     other.close()
-    for name in ("text", "other"):
+    store = VoteStore(tmp_path / "damaged")
+    for i in range(400):
+        store.add(vote("x", i, "first"))
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    data = (tmp_path / "damaged").read_bytes()
+    (tmp_path / "damaged").write_bytes(data[: len(data) // 2] + b"\xff" * (len(data) // 2))
+    for name in ("text", "other", "damaged"):
         with pytest.raises(UserError, match="is not a file of votes"):
             VoteStore.read(tmp_path / name)
     with pytest.raises(UserError, match="contains no votes"):
