@@ -1,4 +1,4 @@
-"""Everything small: data, a recipe of three stages that trains within a second, a demonstration."""
+"""Small data, a recipe of three stages that trains within a second, and a demonstration."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def recipe(steps: int = 4, every: int = 2) -> Recipe:
         prior=replace(
             scenes.prior,
             model=TransformerConfig(width=32, depth=2, heads=2),
-            # One report and evaluation, at the end: with these the prior takes the threads of a contrastive model that
-            # is done beside it, and sums round otherwise with another number of threads.
+            # One report and evaluation, at the end: with these the prior takes over the threads of a contrastive model
+            # that has finished, which can change rounding.
             training=replace(scenes.prior.training, **{**often, "log_every": 100, "eval_every": 100}, accumulate=2),
             caption_dropout=0.1,
         ),
@@ -66,7 +66,7 @@ SMALL = {"LIMNER_ATTACK_SMALL": "1"}
 
 
 def small() -> None:
-    """Make what has no option for its size small in this process: the recipe of `limner demo`, the number of emoji."""
+    """Reduce sizes without an option in this process: the recipe of `limner demo`, the number of emoji."""
     if not os.environ.get("LIMNER_ATTACK_SMALL"):
         return
     from limner.cli import demo
@@ -79,7 +79,12 @@ def small() -> None:
 
 
 def ground_for_imports(folder: Path) -> None:
-    """`folder/encoder.pt`, `folder/decoder.safetensors` with OpenAI's names, and `folder/pictures` with captions."""
+    """`folder/encoder.pt`, `folder/decoder.safetensors` with OpenAI's names, `folder/clip.safetensors` and
+    `folder/merges.txt` of a published CLIP model, and `folder/pictures` with captions."""
+    from published_clip import write_merges, write_weights
+
+    write_weights(folder / "clip.safetensors", (16, 8, (64, 1), (64, 1), 16, 520))
+    write_merges(folder / "merges.txt", 6)
     torch.manual_seed(0)
     model = DVAEConfig(size=32, width=16, groups=4, blocks=1, vocab=64, code_width=8).build()
     torch.save(model.encoder.state_dict(), folder / "encoder.pt")

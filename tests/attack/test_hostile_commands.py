@@ -33,6 +33,7 @@ COMMANDS = {
     "import openai-dvae": (
         ("convert", "openai-dvae", "encoder.pt", "decoder.safetensors", "out", "--size", 32), 1,
     ),
+    "import clip": (("convert", "clip", "clip.safetensors", "merges.txt", "out", "--activation", "gelu"), 1),
     "evaluate composition": (
         ("evaluate", "composition", "tiny", "--captions", 2, "--candidates", 1, "-o", "out.json"), 1,
     ),
@@ -62,7 +63,7 @@ MIT = {"info": {"name": "Toys", "author": {"name": "A"}, "license": {"spdx": "MI
 
 @pytest.fixture(scope="module")
 def ground(ground):
-    """With places to write to that are none."""
+    """The folder with invalid places to write to."""
     Image.new("RGB", (24, 24), (0, 128, 128)).save(ground / "picture.png")
     write_toy_icons(ground / "icons")
     drawing = {"body": '<path fill="#f00" d="M2 2h4v4H2z"/>', "width": 8, "height": 8}

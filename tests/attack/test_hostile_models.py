@@ -210,7 +210,7 @@ class Evil:
 
 
 def weight_files(rng, good):
-    """Files that are no weights, or no harmless ones."""
+    """Files of invalid or harmful weights."""
     state = dict(good)
     first = next(iter(state))
     several = {k.replace("group_1", "group_100000000000"): v for k, v in state.items()}
@@ -226,7 +226,7 @@ def weight_files(rng, good):
         "a tensor of many sizes": lambda p: torch.save({**state, first: torch.zeros([1] * 60)}, p),
         "tensors of 2^40 numbers": lambda p: torch.save({k: torch.zeros(1).expand(2**40) for k in state}, p),
         "numbers for tensors": lambda p: torch.save(dict.fromkeys(state, 1), p),
-        "keys that are no names": lambda p: torch.save(dict(enumerate(state.values())), p),
+        "numbers for keys": lambda p: torch.save(dict(enumerate(state.values())), p),
         "keys that paint": lambda p: torch.save({f"\x1b[31m{k}": v for k, v in state.items()}, p),
         "complex numbers": lambda p: torch.save({k: v.to(torch.complex64) for k, v in state.items()}, p),
         "NaN": lambda p: torch.save({k: v * float("nan") for k, v in state.items()}, p),
@@ -255,21 +255,27 @@ def _zip(path, data):
         archive.writestr("archive/version", "3")
 
 
-def test_imports(server, tally, ground):
+@pytest.mark.parametrize(
+    ("command", "names", "options"),
+    [
+        ("openai-dvae", ("encoder.pt", "decoder.safetensors"), ("--size", 32)),
+        ("clip", ("clip.safetensors", "merges.txt"), ("--activation", "gelu")),
+    ],
+)
+def test_imports(server, tally, ground, command, names, options):
     good = torch.load(ground / "encoder.pt", weights_only=True)
-    with tally("hostile weights to import") as count:
+    with tally(f"hostile weights to import: {command}") as count:
         rng = count.random
         made = weight_files(rng, good)
         for name in count.share([*made, *["damaged"] * 150], least=10):
             with count.case(name) as place:
                 suffix = rng.choice(("pt", "pkl", "pth"))
-                half = rng.choice(("encoder", "decoder"))
-                files = {"encoder": "encoder.pt", "decoder": "decoder.safetensors"}
-                for file in files.values():
+                half, files = rng.choice(names), dict(zip(names, names, strict=True))
+                for file in names:
                     shutil.copy(ground / file, place / file)
                 bad = place / f"bad.{suffix}"
                 if name == "damaged":
-                    original = ground / files[half]
+                    original = ground / half
                     bad = bad.with_suffix(original.suffix)
                     shutil.copy(original, bad)
                     if bad.suffix == ".safetensors" and rng.random() < 0.5:
@@ -279,7 +285,7 @@ def test_imports(server, tally, ground):
                 else:
                     made[name](bad)
                 files[half] = bad.name
-                argv = ("convert", "openai-dvae", files["encoder"], files["decoder"], "out", "--size", 32)
+                argv = ("convert", command, *files.values(), "out", *options)
                 ended = server.run(argv, place, root=place, log=True, timeout=SECONDS, memory=MEMORY)
                 assert not (place / "PWNED").exists(), f"it runs code: {ended.command}"
                 check_outcome(ended, [place / "out"])
