@@ -83,7 +83,7 @@ def test_an_image_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_objective_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`recipe.py` as it is when its line has become the example's."""
+    """`recipe.py` with the line of the example accepts the objective."""
     line = CHOICE.removesuffix("\n")
     was = line.replace(" | AbsoluteError", "")
     changed = Path(recipe.__file__).read_text(encoding="utf-8")
@@ -190,7 +190,7 @@ def test_a_metric_and_an_extractor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(EVALUATIONS, "brightness", None)
+    monkeypatch.setattr("limner.cli.evaluate.EVALUATIONS", [*EVALUATIONS])
     monkeypatch.setitem(sys.modules, "example", module := ModuleType("example"))
     exec(EVALUATION, vars(module))
     bundle, page = tiny_pipe().save_pretrained(tmp_path / "tiny"), tmp_path / "page.html"

@@ -146,14 +146,19 @@ def validate_choice(name: str, options: Sequence[str], kind: str) -> str:
     raise UserError(f"unknown {kind} {name!r}: {did_you_mean(name, options)}")
 
 
+def command_name(function: Callable[..., Any]) -> str:
+    """Return the name of the subcommand that a function runs."""
+    return function.__name__.replace("_", "-")
+
+
 def run_subcommand(prog: str, functions: Iterable[Callable[[Any], None]], argv: Sequence[str]) -> None:
     """Run a subcommand: a function whose parameter `options` is annotated with the dataclass of its options.
 
-    Its name is that of the function, its help the function's docstring. Raises `UserError` if it is unknown.
+    Its help is the function's docstring. Raises `UserError` if it is unknown.
     """
     from limner.cli.arguments import parse
 
-    commands = {function.__name__.rstrip("_").replace("_", "-"): function for function in functions}
+    commands = {command_name(function): function for function in functions}
     if argv and argv[0] not in ("-h", "--help"):
         name = validate_choice(argv[0], list(commands), prog.split()[-1] + " command")
         commands[name](parse(get_type_hints(commands[name])["options"], argv[1:], f"{prog} {name}"))

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from limner.cli import run_subcommand
+from limner.cli import command_name, run_subcommand
 from limner.cli.evaluate.fidelity import fidelity
 from limner.cli.evaluate.from_files import compare, votes
 from limner.cli.evaluate.icons import emoji, glyphs, grid, icons
@@ -24,24 +24,22 @@ from limner.cli.evaluate.scenes import (
 
 Evaluation = Callable[[Any], Evaluated]
 
-#: Evaluations by name: functions of a subclass of `ScoreOptions`, their annotation. The docstring is the help.
-EVALUATIONS: dict[str, Evaluation] = {
-    "composition": composition, "pairs": pairs, "geneval": geneval, "fidelity": fidelity,
-    "reconstruction": reconstruction, "zero_shot": zero_shot, "emoji": emoji, "icons": icons, "glyphs": glyphs,
-    "detector": detector,
-}  # fmt: skip
+#: Functions of a subclass of `ScoreOptions`, their annotation. The docstring is the help.
+EVALUATIONS: list[Evaluation] = [
+    composition, pairs, geneval, fidelity, reconstruction, zero_shot, emoji, icons, glyphs, detector
+]  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> None:
     """Run a subcommand of `limner evaluate`."""
     line = ["limner", "evaluate", *argv]
-    single = [_command(evaluate, line) for evaluate in EVALUATIONS.values()]
+    single = [_command(evaluate, line) for evaluate in EVALUATIONS]
 
-    def all_(options: ScoreAll) -> None:
+    def all(options: ScoreAll) -> None:
         """all evaluations on new scenes or on a data set, in one report"""
         _report(options, evaluations_of(options), line)
 
-    run_subcommand("limner evaluate", (all_, *single, grid, votes, compare), argv)
+    run_subcommand("limner evaluate", (all, *single, grid, votes, compare), argv)
 
 
 def evaluations_of(options: ScoreAll) -> dict[str, Callable[[], Evaluated]]:
@@ -60,7 +58,7 @@ def _command(evaluate: Evaluation, line: Sequence[str]) -> Callable[[Any], None]
 
     @functools.wraps(evaluate)
     def command(options: ScoreOptions) -> None:
-        _report(options, {evaluate.__name__: lambda: evaluate(options)}, line)
+        _report(options, {command_name(evaluate): lambda: evaluate(options)}, line)
 
     return command
 
@@ -68,8 +66,8 @@ def _command(evaluate: Evaluation, line: Sequence[str]) -> Callable[[Any], None]
 def _report(options: ScoreOptions, evaluations: dict[str, Callable[[], Evaluated]], line: Sequence[str]) -> None:
     shown = {}
     for name, evaluate in evaluations.items():
-        evaluated, title = evaluate(), name.replace("_", "-")
+        evaluated = evaluate()
         if len(evaluations) > 1:
-            print(f"\n{title}")
-        shown[title] = evaluated, evaluated.show()
+            print(f"\n{name}")
+        shown[name] = evaluated, evaluated.show()
     write_reports(options.output, options.page, shown, line)

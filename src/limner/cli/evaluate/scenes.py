@@ -177,7 +177,7 @@ def scene_evaluations(options: ScoreAll) -> dict[str, Callable[[], Evaluated]]:
         "composition": lambda: composition(ScoreComposition(**drawn, captions=options.captions)),
         "pairs": lambda: pairs(ScorePairs(**drawn, pairs=math.ceil(options.captions / 4))),
         "reconstruction": lambda: reconstruction(ScoreReconstruction(**common, count=options.captions)),
-        "zero_shot": lambda: zero_shot(ScoreZeroShot(**common, count=options.captions)),
+        "zero-shot": lambda: zero_shot(ScoreZeroShot(**common, count=options.captions)),
     }
 
 
