@@ -1,4 +1,4 @@
-"""What all commands have in common: help, mistakes, exit codes, warnings. In this process, for speed."""
+"""Help, mistakes, exit codes and warnings of all commands, in this process for speed."""
 
 import errno
 import json
@@ -8,6 +8,7 @@ import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +21,11 @@ from limner.bundles import read_info
 from limner.cli import COMMANDS, Command, main, train
 from limner.cli.arguments import parse
 from limner.cli.draw import Draw, output_path
+from limner.cli.evaluate import scenes
 from limner.distributed.gradient_reducers import Bf16Reducer
 from limner.errors import UserError, escape_control
+from limner.evaluation.confidence import Estimate
+from limner.evaluation.result import EvalResult
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.progress import PlainProgress
 from limner.quantization.precisions import Fp16Weights
@@ -374,6 +378,21 @@ def test_outputs_are_named_after_the_caption(tmp_path, monkeypatch):
         assert len(longest.name.encode()) < 200 and not longest.parent.exists()
 
 
+def test_a_mosaic_that_cannot_be_written_keeps_the_table(monkeypatch, capsys, tmp_path):
+    def fails(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    result = EvalResult(title="captions", rows={"best of 2": {"right": Estimate(value=0.5)}})
+    monkeypatch.setattr(scenes, "_load_scene_model", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(scenes, "_score", lambda *_: [result])
+    monkeypatch.setattr("limner.evaluation.report.contact_sheet", lambda *_, **__: None)
+    monkeypatch.setattr("limner.evaluation.report.save_png", fails)
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", "composition", "--captions", "1", "--mosaic", "drawn.png"]) == 2
+    out, err = capsys.readouterr()
+    assert "best of 2" in out and "No space left on device" in err
+
+
 OUTPUTS = {
     "file": (
         "evaluate composition -o", "evaluate composition --mosaic", "evaluate pairs -o", "evaluate reconstruction -o",
@@ -539,7 +558,7 @@ def test_replicas_are_a_number_or_one_per_node():
 
 
 def parse_train(words):
-    """What `limner train` makes of its arguments."""
+    """Options of `limner train`."""
     settings = train.find_recipe(words[words.index("--recipe") + 1])
     default = train.Train(data="", out=Path(), recipe="", settings=settings)
     return parse(train.Train, words, "limner train", default)

@@ -42,10 +42,10 @@ def emoji(options: ScoreEmoji) -> Evaluated:
     def results() -> Iterator[EvalResult]:
         for split in splits:
             for result in _draw_split(options, split, references.splits, partial(evaluate, pipe, references, split)):
-                if mosaic:
+                yield result
+                if mosaic:  # after the table, which a full disk must not lose
                     sheet = contact_sheet(result.sheet[:_MOSAIC_DRAWINGS], columns=_MOSAIC_COLUMNS)
                     write_file(mosaics[split], partial(save_png, sheet))
-                yield result
 
     return Evaluated(model=pipe.name, results=results())
 

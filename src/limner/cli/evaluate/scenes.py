@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,16 +37,19 @@ def composition(options: ScoreComposition) -> Evaluated:
     if not options.objects:
         raise UserError("--objects needs at least one number from 1 to 4")
     from limner.evaluation.composition import sample_captions, scene_cases
+    from limner.evaluation.report import contact_sheet, save_png
 
     pipe = _load_scene_model(options.model)
     captions = sample_captions(options.split, options.objects, options.captions, options.seed)
-    results = _score(pipe, scene_cases(captions), captions, options)
-    if options.mosaic:
-        from limner.evaluation.report import contact_sheet, save_png
 
-        rows = results[0].sheet
-        write_file(options.mosaic, partial(save_png, contact_sheet(rows, columns=min(4, len(rows)))))
-    return Evaluated(model=pipe.name, about=f"{options.split} combinations", results=results)
+    def results() -> Iterator[EvalResult]:
+        scored = _score(pipe, scene_cases(captions), captions, options)
+        yield from scored
+        if options.mosaic:  # after the tables, which a full disk must not lose
+            rows = scored[0].sheet
+            write_file(options.mosaic, partial(save_png, contact_sheet(rows, columns=min(4, len(rows)))))
+
+    return Evaluated(model=pipe.name, about=f"{options.split} combinations", results=results())
 
 
 def pairs(options: ScorePairs) -> Evaluated:
