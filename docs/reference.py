@@ -105,7 +105,8 @@ def cli() -> str:
     lines = [
         "# Command line\n",
         "`limner COMMAND --help` prints the same. `--debug` with any command shows the traceback of an error and the",
-        "number of threads. Exit codes: 0 success, 2 an error that the message explains, 130 Ctrl-C.\n",
+        "number of threads. Exit codes: 0 success, 2 an error that the message explains, 130 Ctrl-C. If an option is",
+        "given twice, its last value counts, also for a list.\n",
     ]
     for words in commands():
         options = options_of(*words)

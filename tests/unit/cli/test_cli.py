@@ -19,9 +19,10 @@ from safetensors import SafetensorError
 from limner import cli
 from limner.bundles import read_info
 from limner.cli import COMMANDS, Command, main, train
-from limner.cli.arguments import parse
+from limner.cli.arguments import parse, pop_option
 from limner.cli.draw import Draw, output_path
 from limner.cli.evaluate import scenes
+from limner.cli.evaluate.options import ScoreComposition
 from limner.distributed.gradient_reducers import Bf16Reducer
 from limner.errors import UserError, escape_control
 from limner.evaluation.confidence import Estimate
@@ -376,6 +377,12 @@ def test_outputs_are_named_after_the_caption(tmp_path, monkeypatch):
     for character in ("\u65e5", "\U0001d4d0", "e\u0301", "\udc80"):
         longest = named(character * 300, seed=2**63 - 1, n=2, output="new/")
         assert len(longest.name.encode()) < 200 and not longest.parent.exists()
+
+
+def test_the_last_value_of_a_repeated_option_counts():
+    assert parse(Draw, ["a", "-n", "2", "-n", "3"], "limner draw").n == 3
+    assert parse(ScoreComposition, ["--objects", "1", "2", "--objects", "3"], "limner").objects == (3,)
+    assert pop_option("--recipe", ["--recipe", "scenes", "data", "--recipe=laptop"]) == ("laptop", ["data"])
 
 
 def test_a_mosaic_that_cannot_be_written_keeps_the_table(monkeypatch, capsys, tmp_path):
