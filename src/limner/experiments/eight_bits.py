@@ -1,10 +1,9 @@
-"""Training in 8 bits (Wortsman et al. 2023): accuracy in int8 and float8 (§2), and the noise of rounding (App. D)."""
+"""Training in 8 bits (Wortsman et al. 2023): accuracy over model sizes (§2.2), and the noise of rounding (App. D)."""
 
 from __future__ import annotations
 
-import copy
 import math
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,159 +12,156 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from limner.evaluation.confidence import Estimate
+from limner.experiments.float8 import DelayedScaling
 from limner.experiments.report import Finding, experiment
 from limner.experiments.sweep import Result, Sweep, all_above, over_seeds, span
-from limner.experiments.tiny_models import CLIP, accuracy, scenes, train_clip
-from limner.numerics.precision import Bf16
+from limner.experiments.tiny_models import NUM_SCENES, accuracy, resized_clip, scenes, train_clip
+from limner.numerics.precision import Bf16, Fp32
 from limner.objectives.hard_negatives import HardNegativeLoss
-from limner.quantization.convert import convert
-from limner.quantization.precisions import Fp8TensorWise, LLMInt8, SwitchBack, in_blocks
+from limner.optim.optimizers import StableAdamWConfig
+from limner.quantization.low_precision import to_linear
+from limner.quantization.precisions import (
+    Fp8SwitchBack,
+    Fp8TensorWise,
+    LLMInt8,
+    SwitchBack,
+    SwitchBackM,
+    SwitchBackQ,
+)
 from limner.quantization.products import product
 from limner.quantization.quantize import quantize
 
-INT8 = {"SwitchBack": SwitchBack(), "LLM.int8()": LLMInt8()}
+#: Precisions by the name of their products.
+INT8 = {
+    "bf16": Bf16(), "SwitchBack": SwitchBack(), "SwitchBackM": SwitchBackM(), "SwitchBackQ": SwitchBackQ(),
+    "LLM.int8()": LLMInt8(),
+}  # fmt: skip
+FLOAT8 = {
+    "bf16": Bf16(), "SwitchBack": Fp8SwitchBack(), "tensor-wise": Fp8TensorWise(), "delayed scales": DelayedScaling()
+}  # fmt: skip
+SIZES = {32: 2, 64: 3, 96: 3}  # depth by width
+MARGIN = 0.02  # a smaller loss of accuracy counts as none
 
 
-def int8_trial(*, batches: tuple[int, ...] = (), **settings: Any) -> Result:
-    """Return the losses, accuracy on new scenes, and the errors of int8 gradients for some sizes of a batch.
+def accuracy_trial(*, width: int, depth: int, batch: int, **settings: Any) -> Result:
+    """Return the losses, accuracy on new scenes, and for eight batches together the bytes saved for the backward pass
+    and the error of the gradients.
 
-    The error of a gradient is relative (L2 norm); the worst block matrix counts.
+    The error of a gradient is relative to that of the same model in fp32 (L2 norm); the worst block matrix counts.
     """
-    run, losses = train_clip(model=replace(CLIP, patch_dropout=0.0), **settings)  # use all positions
-    errors = {name: [] for name in INT8}
-    correct = accuracy(run.model)
-    for size in batches:
-        exact = gradients(run.model, size)
-        for name, precision in INT8.items():
-            rounded = gradients(convert(copy.deepcopy(run.model), precision.layer.from_linear, in_blocks), size)
-            errors[name].append(max(((rounded[k] - exact[k]).norm() / exact[k].norm()).item() for k in exact))
-    return {"loss": losses, "accuracy": correct, "errors": errors}
+    optimizer = StableAdamWConfig(lr=2e-3, weight_decay=0.2)
+    run, losses = train_clip(model=resized_clip(width, depth), optimizer=optimizer, batch=batch, **settings)
+    result = {"loss": losses, "accuracy": accuracy(run.model)}
+    rounded, saved = gradients(run.model.eval(), run.config.precision, 8 * batch)
+    exact, _ = gradients(to_linear(run.model), Fp32(), 8 * batch)
+    error = max(((rounded[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact)
+    return result | {"saved": saved, "error": error}
 
 
-def gradients(model: Any, batch: int) -> dict[str, Tensor]:
-    """Return the gradients of the block matrices on the first `batch` scenes."""
-    pictures, tokens = scenes()
+def gradients(model: Any, precision: Fp32, batch: int) -> tuple[dict[str, Tensor], int]:
+    """Return the gradients of the block matrices on the first `batch` scenes, and the bytes saved for the backward pass
+    without parameters."""
+    pictures, tokens = scenes(batch)
     model.zero_grad()
-    loss, _ = HardNegativeLoss()(model, {"pixels": pictures[:batch], "text": tokens[:batch]}, 0, None)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), precision.autocast("cpu"):
+        loss, _ = HardNegativeLoss()(model, {"pixels": pictures, "text": tokens}, 0, None)
     loss.backward()
     parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
-    return {
+    by_name = {
         name: p.grad.clone()
         for name, p in parameters.items()
         if "blocks." in name and p.grad is not None and p.ndim > 1
     }
+    return by_name, sum(size for pointer, size in sizes.items() if pointer not in own)
 
 
-def as_accurate(gain: Estimate, lead: Estimate) -> bool | None:
-    """Return True if SwitchBack's gain over bf16 is not below 0, and its lead over LLM.int8() is above 0."""
-    return False if all_above([gain]) is False else all_above([lead])
+def run_sizes(folder: Path, quick: bool, precisions: Mapping[str, Any]) -> Sweep:
+    """Train models of several sizes in each precision, with patch dropout and StableAdamW as in the paper."""
+    seeds, sizes, settings = range(3), SIZES, {"steps": 300, "batch": 128, "count": NUM_SCENES}
+    if quick:
+        seeds, sizes, settings = range(1), {16: 1, 32: 2}, {"steps": 3, "batch": 16, "count": 128}
+    grid = {
+        (name, width): {"precision": precision, "width": width, "depth": depth}
+        for width, depth in sizes.items()
+        for name, precision in precisions.items()
+    }
+    return Sweep(folder, accuracy_trial, grid, seeds, **settings)
 
 
-@experiment(
-    "Models trained with SwitchBack in int8 are as accurate as with bf16; with LLM.int8() they are less accurate",
-    "Wortsman et al. 2023, §2.2, Figure 1",
-)
-def switchback_accuracy(folder: Path, quick: bool) -> Finding:
-    """Compare SwitchBack, and LLM.int8(), which also computes the weight gradient in int8, with bf16.
+def lost_accuracy(sweep: Sweep) -> dict[str, list[np.ndarray]]:
+    """Return the accuracy lost against bf16, [S] for each size from the smallest, by the name of the products."""
+    lost: dict[str, list[np.ndarray]] = {}
+    for (name, width), runs in sweep.runs.items():
+        if name != "bf16":
+            lost.setdefault(name, []).append(sweep.runs["bf16", width].values("accuracy") - runs.values("accuracy"))
+    return lost
 
-    The weight gradient sums over all positions of a batch, so it accumulates the most rounding error (Appendix D): the
-    difference grows with the batch. The gradient error of both is also measured directly: int8 against fp32 gradients
-    of one batch, on models trained in bf16.
-    """
-    seeds, steps, batch, sizes = (range(1), 8, 32, (16, 32)) if quick else (range(4), 400, 128, (64, 256, 1_024))
-    grid: dict[str, dict[str, Any]] = {"bf16": {"precision": Bf16(), "batches": sizes}}
-    grid |= {kind: {"precision": precision} for kind, precision in INT8.items()}
-    sweep = Sweep(folder, int8_trial, grid, seeds, steps=steps, batch=batch, lr=2e-3)
-    bf16 = sweep.runs["bf16"]
-    switchback, llm_int8 = (sweep.runs[kind].values("accuracy") - bf16.values("accuracy") for kind in INT8)
-    gain, lead = over_seeds(switchback, ".1%"), over_seeds(switchback - llm_int8, ".1%")
-    errors = {kind: np.mean([result["errors"][kind] for result in bf16.results], 0).tolist() for kind in INT8}
+
+def size_finding(sweep: Sweep, matching: Sequence[str], failing: str, more: str = "") -> Finding:
+    """Return the finding that the products `matching` lose no accuracy against bf16 at any size, and `failing` loses
+    more in the largest models than in the smallest. `more` is a further sentence of the verdict."""
+    lost, (*_, largest) = lost_accuracy(sweep), (width for _, width in sweep.runs)
+    names = dict.fromkeys(name for name, _ in sweep.runs)
+    growth = over_seeds(lost[failing][-1] - lost[failing][0], ".1%")
     return sweep.finding(
-        as_accurate(gain, lead),
-        f"The accuracy with SwitchBack, less that with bf16, is {gain}; less that with LLM.int8(), {lead}. The worst "
-        f"matrix's gradient has a relative error of {errors['LLM.int8()'][0]:.0%} with LLM.int8() and "
-        f"{errors['SwitchBack'][0]:.0%} with SwitchBack for {sizes[0]} samples, {errors['LLM.int8()'][-1]:.0%} and "
-        f"{errors['SwitchBack'][-1]:.0%} for {sizes[-1]:,}.",
-        ("products",),
+        all_above([growth, *(over_seeds(MARGIN - x, ".1%") for name in matching for x in lost[name])]),
+        f"Accuracy lost against bf16, from the smallest to the largest models (up to {MARGIN:.0%} counts as none): "
+        + "; ".join(f"{name} {', '.join(str(over_seeds(x, '.1%')) for x in values)}" for name, values in lost.items())
+        + f". {failing} loses {growth} more in the largest than in the smallest.{more}",
+        ("products", "width"),
         {
             "training loss": lambda runs: f"{runs.losses().mean():.3f}",
             "accuracy among 64": lambda runs: f"{runs.mean('accuracy'):.1%}",
             "of seeds": lambda runs: span(runs.values("accuracy"), ".1%"),
-            **{
-                f"gradient error, {size:,}": lambda runs, i=i: "-" if runs is bf16 else f"{errors[runs.label][i]:.1%}"
-                for i, size in enumerate(sizes)
-            },
+            "saved for backward, MB": lambda runs: f"{runs.mean('saved') / 1e6:.1f}",
+            "error of the worst gradient": lambda runs: f"{runs.mean('error'):.1%}",
         },
         {
-            "loss, first seed": sweep.curves,
-            "relative error of the worst gradient, over log2 of the batch": {
-                kind: list(zip(np.log2(sizes).tolist(), values, strict=True)) for kind, values in errors.items()
+            "accuracy over width": {
+                name: [(width, runs.mean("accuracy")) for (other, width), runs in sweep.runs.items() if other == name]
+                for name in names
             },
+            f"loss at width {largest}, first seed": {name: sweep.runs[name, largest].curve for name in names},
         },
     )
-
-
-def float8_trial(*, depth: int, qk_norm: bool = False, layer_scale: bool = False, **settings: Any) -> Result:
-    """Return the losses, accuracy on new scenes, and each image block's mean feature magnitude (Figure 2, right)."""
-    model = replace(CLIP, depth=depth, qk_norm=qk_norm, layer_scale=layer_scale)
-    run, losses = train_clip(model=model, **settings)
-    trained: Any = run.model
-    result = {"loss": losses, "accuracy": accuracy(trained), "features": []}
-    for block in trained.image_blocks:
-        block.register_forward_hook(lambda _, args, x: result["features"].append(x.abs().mean().item()))
-    with torch.no_grad():
-        trained.eval().encode_image(scenes()[0][:256])
-    return result
 
 
 @experiment(
-    "Tensor-wise float8 diverges or falls behind where layer-scale from zero trains, since features stay small",
-    "Wortsman et al. 2023, §2.3, Figure 2",
+    "SwitchBack, M and Q are as accurate in int8 as bf16 at each model size; LLM.int8() loses more in larger models",
+    "Wortsman et al. 2023, §2.2, Figures 1 (left) and 9",
 )
-def fp8_layerscale(folder: Path, quick: bool) -> Finding:
-    """Compare float8 and fp32, each with and without layer-scale, and float8 with the paper's other remedies.
+def switchback_accuracy(folder: Path, quick: bool) -> Finding:
+    """Compare SwitchBack, its variants that save int8 (M) or scale weights by row (Q), and LLM.int8(), which also
+    computes the weight gradient in int8, with bf16.
 
-    With one scale per matrix a few large values round the others towards zero. The features of a residual network grow
-    from block to block. Layer-scale multiplies each block's output by a learned vector, initially zero: features stay
-    small, and the same float8 trains. The models are deeper than in the other findings.
+    The weight gradient sums over all positions of a batch, so it accumulates the most rounding error (Appendix D).
     """
-    seeds, steps, depth = (range(1), 8, 2) if quick else (range(2), 400, 8)
-    float8 = {"precision": Fp8TensorWise()}
-    grid = {
-        "fp32": {},
-        "float8": float8,
-        "float8, clipped": {**float8, "clip_norm": 1.0},
-        "float8, q and k normalized": {**float8, "qk_norm": True},
-        "fp32, layer-scale": {"layer_scale": True},
-        "float8, layer-scale": {**float8, "layer_scale": True},
-    }
-    sweep = Sweep(folder, float8_trial, grid, seeds, steps=steps, depth=depth, batch=64, lr=4e-3)
-    losses = {kind: runs.losses() for kind, runs in sweep.runs.items()}
-    gap = losses["float8"].mean() - losses["fp32"].mean()
-    scaled_gap = losses["float8, layer-scale"].mean() - losses["fp32, layer-scale"].mean()
-    plain, scaled = (sweep.runs[kind].values("features").mean(0) for kind in ("fp32", "fp32, layer-scale"))
-    float8_fails = losses["float8"].min() > losses["fp32"].max() and gap > 2 * max(scaled_gap, 0)
-    return sweep.finding(
-        bool(float8_fails and scaled[-1] < plain[-1]),
-        f"float8 changes the loss by {gap:+.3f} without layer-scale and {scaled_gap:+.3f} with it. Features "
-        f"after the last block have a mean magnitude of {plain[-1]:.2f} without and {scaled[-1]:.2f} with it, after "
-        f"the first {plain[0]:.2f} and {scaled[0]:.2f}.",
-        ("training",),
-        {
-            "loss": lambda runs: f"{runs.losses().mean():.3f}",
-            "of seeds": lambda runs: span(runs.losses(), ".3f"),
-            "accuracy among 64": lambda runs: f"{runs.mean('accuracy'):.1%}",
-            "features after the last block": lambda runs: f"{runs.values('features')[:, -1].mean():.2f}",
-        },
-        {
-            "loss, first seed": sweep.curves,
-            "mean magnitude of features, over blocks": {
-                "without layer-scale": list(enumerate(plain.tolist())),
-                "with": list(enumerate(scaled.tolist())),
-            },
-        },
-    )
+    sweep = run_sizes(folder, quick, INT8)
+    (*_, width) = (width for _, width in sweep.runs)
+    memory = sweep.runs["SwitchBackM", width].mean("saved") / sweep.runs["SwitchBack", width].mean("saved")
+    more = f" At width {width}, SwitchBackM stores {memory:.0%} of SwitchBack's bytes for the backward pass."
+    return size_finding(sweep, ("SwitchBack", "SwitchBackM", "SwitchBackQ"), "LLM.int8()", more)
+
+
+@experiment(
+    "SwitchBack in float8 is as accurate as bf16 at each model size; tensor-wise float8 loses more in larger models",
+    "Wortsman et al. 2023, §2.2.3 and §2.3, Figures 1 (right) and 9",
+)
+def fp8_accuracy(folder: Path, quick: bool) -> Finding:
+    """Compare SwitchBack and tensor-wise float8 with bf16. Tensor-wise scales are those of the current tensor, or
+    delayed: from a moving average of earlier maxima, which the paper expects to do the same."""
+    sweep = run_sizes(folder, quick, FLOAT8)
+    lost = lost_accuracy(sweep)
+    differences = (over_seeds(a - b, ".1%") for a, b in zip(lost["delayed scales"], lost["tensor-wise"], strict=True))
+    more = f" Delayed scales lose {', '.join(map(str, differences))} more than current ones."
+    return size_finding(sweep, ("SwitchBack",), "tensor-wise", more)
 
 
 def inner_product_trial(*, kind: str, length: int, seed: int, vectors: int) -> Result:

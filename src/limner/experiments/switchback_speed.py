@@ -1,5 +1,8 @@
-"""Appendix B, Figures 6 and 7 (left): the share of int8 rounding in a SwitchBack layer's time falls with its width, and
-the layer overtakes 16-bit and 32-bit layers. Times are of both layers of an MLP, d -> 4 d and 4 d -> d.
+"""Speed of SwitchBack (Wortsman et al. 2023, Appendix B): of layers, and of whole training steps.
+
+Figures 6 and 7 (left): the share of int8 rounding in a SwitchBack layer's time falls with its width, and the layer
+overtakes 16-bit and 32-bit layers. Times are of both layers of an MLP, d -> 4 d and 4 d -> d. Figures 7 (right) and 8
+time whole updates of CLIP.
 
 Quantization and dequantization touch each number once; products touch it once per input or output. The share of the
 former falls with width. Operations are timed one at a time with all threads of this device, which must be idle
@@ -17,17 +20,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from limner import compat
+from limner.blocks import resblocks
 from limner.experiments.report import Finding, experiment
+from limner.experiments.sweep import all_above, over_seeds
+from limner.experiments.tiny_models import resized_clip
+from limner.models.contrastive import SIZES, CLIPConfig
+from limner.numerics.precision import Bf16, Fp32
+from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.planner.throughput import Times, time_rounds
 from limner.progress import progress
 from limner.quantization import StandardLinear, SwitchBackLinear
+from limner.quantization.precisions import LLMInt8, SwitchBack, SwitchBackM
 from limner.quantization.products import int32_sums, product, select_kernel, weight_gradient
 from limner.quantization.quantize import quantize
+from limner.training.config import TrainConfig
+from limner.training.step import update
+from limner.training.train_state import TrainState
 
 ROUNDS = 7
 Functions = dict[str, Callable[[], object]]
@@ -156,3 +170,74 @@ def switchback_speed(folder: Path, quick: bool) -> Finding:
         },
         settings={"rounds": ROUNDS, "format given to the layers": str(dtype).removeprefix("torch.")},
     )  # fmt: skip
+
+
+class Standard(SwitchBack):
+    """Algorithm 5 in place of SwitchBack, with the same formats of other operations."""
+
+    layer = StandardLinear
+
+
+TRAINING = {
+    "nn.Linear fp32": Fp32(), "nn.Linear bf16": Bf16(), "Algorithm 5": Standard(), "SwitchBack": SwitchBack(),
+    "SwitchBackM": SwitchBackM(), "LLM.int8()": LLMInt8(),
+}  # fmt: skip
+
+
+def training_steps(config: CLIPConfig, batch: int, device: torch.device) -> Functions:
+    """Return an update of a CLIP model with checkpointing for each precision of `TRAINING`, on random samples."""
+    shape = (batch, 3, config.size, config.size)
+    samples = {
+        "pixels": torch.randint(0, 256, shape, dtype=torch.uint8, device=device),
+        "text": torch.randint(1, config.text_vocab, (batch, config.text_len), device=device),
+    }
+    functions: Functions = {}
+    for name, precision in TRAINING.items():
+        model, settings = config.build().to(device), TrainConfig(steps=1_000, batch_size=batch, precision=precision)
+        blocks: dict[str, Any] = resblocks(model)
+        for block in blocks.values():
+            block.checkpointing = True
+        functions[name] = partial(update, TrainState(model, HardNegativeLoss(), settings, device), samples)
+    return functions
+
+
+@experiment(
+    "Training CLIP with SwitchBack is faster than in 16 bits and with LLM.int8(), the more so the larger the model",
+    "Wortsman et al. 2023, App. B, Figures 7 (right) and 8",
+)
+def switchback_training(folder: Path, quick: bool) -> Finding:
+    """Time updates of CLIP end to end, with checkpointing; all linear layers of the blocks change.
+
+    Times are not saved, since they depend on the machine's load. Intervals are over rounds.
+    """
+    device, batch, models = torch.device("cpu"), 64, {f"width {w}": resized_clip(w, 2) for w in (256, 512, 1_024)}
+    if torch.cuda.is_available():
+        device, batch, models = torch.device("cuda"), 128, {f"ViT-{name}": SIZES[name] for name in ("B", "L")}
+    if quick:
+        batch, models = 8, {f"width {w}": resized_clip(w, 1) for w in (32, 64)}
+    seconds, rounds = {}, 1 if quick else ROUNDS
+    with progress("timing updates", len(models), unit="model") as bar:
+        for model, config in models.items():
+            times = time_rounds(training_steps(config, batch, device), rounds)
+            seconds |= {(model, name): np.array(values) for name, values in times.items()}
+            bar.advance()
+    speedups = {(model, name): times / seconds[model, "SwitchBack"] for (model, name), times in seconds.items()}
+    (smallest, *_, largest), (bf16, llm_int8) = models, ("nn.Linear bf16", "LLM.int8()")
+    growth = speedups[largest, bf16] - speedups[smallest, bf16]
+    gains = [over_seeds(speedups[largest, name] - 1, ".2f") for name in (bf16, llm_int8)]
+    return Finding(
+        holds=all_above([*gains, over_seeds(growth, ".2f")]),
+        verdict=f"On {describe_device(device)} with {torch.get_num_threads()} threads, training with SwitchBack is "
+        + "; ".join(
+            ", ".join(str(over_seeds(speedups[model, name], ".2f")) for model in models)
+            + f" times as fast as with {name}"
+            for name in (bf16, "Algorithm 5", llm_int8)
+        )
+        + f", from {smallest} to {largest}.",
+        header=("model", "products", "seconds per update", "times as fast with SwitchBack"),
+        rows=[
+            (*label, f"{np.median(times):.3f}", str(over_seeds(speedups[label], ".2f")))
+            for label, times in seconds.items()
+        ],
+        settings={"rounds": rounds, "batch": batch},
+    )

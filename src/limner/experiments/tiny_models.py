@@ -143,6 +143,11 @@ def train_in_memory(
     return run, losses
 
 
+def resized_clip(width: int, depth: int) -> CLIPConfig:
+    """Return `CLIP` with two towers of another size."""
+    return replace(CLIP, width=width, depth=depth, heads=max(2, width // 64), embedding=width)
+
+
 @torch.no_grad()
 def held_out_loss(model: nn.Module) -> float:
     """Return a prior's training loss on 512 new scenes."""
