@@ -1,0 +1,100 @@
+"""Variants of optimizers and models equal their definitions; criteria can hold and can fail."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch import nn
+
+from limner.experiments.optimizer_variants import (
+    AdafactorConfig,
+    FrozenPatchesConfig,
+    MomentumRMSAdamW,
+    adamw,
+    trial,
+)
+from limner.experiments.tiny_models import CLIP, train_clip
+from toy_sweeps import reproduce
+
+
+def test_the_numerator_of_rms_is_the_squared_mean_of_gradients():
+    """Algorithm 2 in float64 with v_t^2, whose gradients keep their sign so that v exceeds u's root after a jump."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    p, theta = nn.Parameter(start.clone()), start.clone()
+    optimizer = MomentumRMSAdamW([p], lr=0.05, betas=(0.5, 0.99), eps=1e-6, weight_decay=0.2)
+    v, u, clipped = torch.zeros_like(theta), torch.zeros_like(theta), 0
+    for t in range(1, 9):
+        g = torch.rand(5, 7, generator=generator, dtype=torch.float64) * (100 if t > 5 else 1)
+        p.grad = g.clone()
+        optimizer.step()
+        v, u = 0.5 * v + 0.5 * g, 0.99 * u + 0.01 * g**2
+        mean, square = v / (1 - 0.5**t), u / (1 - 0.99**t)
+        rms = (mean**2 / square.clamp_min(1e-12)).mean().sqrt()
+        clipped += int(rms > 1)
+        eta = 0.05 / rms.clamp_min(1)
+        theta = theta - eta * 0.2 * theta - eta * mean / (square.sqrt() + 1e-6)
+    torch.testing.assert_close(p.detach(), theta)
+    assert 0 < clipped < 8
+
+
+def test_adafactor_has_factored_moments_and_the_schedule_of_the_run():
+    run, losses = train_clip(model=CLIP, seed=0, count=64, steps=4, batch=8, optimizer=AdafactorConfig(lr=0.05))
+    (optimizer,) = run.optimizers
+    state = optimizer.state[run.model.get_parameter("text_out.weight")]
+    assert set(state) == {"step", "row_var", "col_var"} and int(state["step"]) == 4
+    assert optimizer.param_groups[0]["lr"] < 0.05 and len(losses) == 4
+
+
+def test_frozen_patches_keep_their_weights():
+    config = FrozenPatchesConfig(**asdict(CLIP))
+    torch.manual_seed(0)
+    before = config.build().patches.weight.clone()
+    run, _ = train_clip(model=config, seed=0, count=64, steps=2, batch=8)
+    assert torch.equal(run.model.patches.weight, before) and run.model.ln_pre.weight.requires_grad
+
+
+def test_a_trial_counts_spikes():
+    result = trial(optimizer=adamw(0.99), width=16, depth=1, steps=3, batch=8, count=64, seed=0)
+    assert len(result["loss"]) == 3 and result["spikes"] == 0 and 0 <= result["accuracy"] <= 1
+
+
+def cell(accuracy=0.5, loss=1.0, spikes=0):
+    return {"loss": [loss] * 600, "accuracy": accuracy, "spikes": spikes}
+
+
+SCHEDULES = {
+    "equal": ([cell(0.4, 2.0), cell(), cell(), cell(), cell(), cell(), cell()], True),
+    "fast": ([cell(0.4, 0.9), cell(), cell(), cell(), cell(), cell(), cell()], False),
+    "accurate": ([cell(0.4, 2.0), cell(), cell(), cell(), cell(), cell(0.6), cell()], False),
+}
+SPIKES = {
+    "remedied": ([cell(spikes=5), cell(), cell(spikes=3), cell()], True),
+    "stable": ([cell(spikes=5), cell(spikes=3), cell(), cell()], False),
+    "unstable": ([cell(), cell(), cell(spikes=3), cell(spikes=5)], False),
+}
+
+
+def optimizer_cells(**accuracies):
+    names = ("adamw", "stable", "squared", "lion", "adafactor")
+    return [cell(value) for name in names for value in (0.1, accuracies.get(name, 0.5), 0.2)]
+
+
+OPTIMIZERS = {
+    "as in the paper": (optimizer_cells(lion=0.7, adamw=0.6, stable=0.6), True),
+    "Lion behind": (optimizer_cells(lion=0.5, adamw=0.6, stable=0.6), False),
+    "AdaFactor ahead": (optimizer_cells(lion=0.7, adamw=0.6, stable=0.6, adafactor=0.7), False),
+    "v^2 ahead": (optimizer_cells(lion=0.7, adamw=0.6, squared=0.6), False),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "cells", "holds"),
+    [
+        (name, *case)
+        for name, cases in (("beta2-schedule", SCHEDULES), ("spike-remedies", SPIKES), ("optimizers", OPTIMIZERS))
+        for case in cases.values()
+    ],
+)
+def test_claims_hold_and_fail(name, cells, holds, monkeypatch, tmp_path):
+    assert reproduce(name, cells, monkeypatch, tmp_path).holds is holds
