@@ -46,6 +46,7 @@ EXPERIMENTS = {
     "stable-adamw": "spikes",
     "spike-remedies": "optimizer_variants",
     "optimizers": "optimizer_variants",
+    "loss-scale": "sixteen_bits",
     "elastic-pipeline": "elastic_pipeline",
     "chunks": "elastic_pipeline",
     "detector": "detectors",

@@ -1,22 +1,28 @@
-"""Training in 16 bits (Ramesh et al. 2021): gradient scales of resblocks (§2.4), and Adam's moments (B.2, App. D.2)."""
+"""Training in 16 bits: gradient scales of resblocks and Adam's moments (Ramesh et al. 2021, §2.4, B.2, App. D.2), and
+gradients that overflow (Wortsman et al. 2023, App. G)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from limner.experiments.recorders import MagnitudeRecorder, OverflowRecorder
 from limner.experiments.report import Finding, experiment
-from limner.experiments.sweep import Result, Sweep, span
-from limner.experiments.tiny_models import PRIOR, held_out_loss, train_prior
+from limner.experiments.spikes import PATCHES, RMSRecorder
+from limner.experiments.sweep import Result, Runs, Sweep, all_above, over_seeds, span
+from limner.experiments.tiny_models import CLIP, PRIOR, held_out_loss, train_clip, train_prior
 from limner.numerics.formats import FloatFormat
 from limner.numerics.precision import Fp32
 from limner.optim.optimizers import AdamW16Config, AdamWConfig
 from limner.quantization.precisions import SimulatedGradients
-from limner.training.grad_scaler import DynamicLossScaler, PerBlockGradScaler
+from limner.quantization.simulated_gradients import simulate_cast
+from limner.training.grad_scaler import DynamicLossScaler, PerBlockGradScaler, StaticLossScaler
 from limner.training.hooks import Hook
 from limner.training.train_state import TrainState
 
@@ -160,4 +166,96 @@ def sixteen_bit_moments(folder: Path, quick: bool) -> Finding:
             "moments, MiB": lambda runs: f"{runs.mean('bytes') / 2**20:.2f}",
         },
         {"loss, first seed": sweep.curves},
+    )
+
+
+FP16 = FloatFormat(1, 5, 10, bias=16)  # fp16, whose maximum is 65,504, with one more exponent of small numbers
+SCALERS = {"one scale, halved": FastLossScaler, "a constant scale": StaticLossScaler}
+EARLY = ("patches.", "image_blocks.0.", "text_blocks.0.")  # prefixes of names
+GRADIENTS = ("patches.weight", "image_blocks.0.mlp.branch.up.weight")
+
+
+def overflow_trial(*, scaler: type[Any], lr: float, steps: int, **settings: Any) -> Result:
+    """Return the loss, log2 of the scale, RMS_t and largest magnitudes of each step, the number of steps in which each
+    tensor overflows, and the share of updates of tensors that overflows cost.
+
+    Gradients of the linear layers and the patch embedding are rounded to `FP16`.
+    """
+    hooks: list[Any] = []
+
+    def make_hooks(run: TrainState) -> list[Hook]:
+        for name in ("patches.weight", "image_out.weight", "text_out.weight"):
+            run.model.get_parameter(name).register_hook(partial(simulate_cast, format=FP16))
+        scale, magnitudes = scaler(run), MagnitudeRecorder(run, *GRADIENTS)
+        hooks.extend([OverflowRecorder(scale), magnitudes, RMSRecorder({PATCHES: GRADIENTS[0]}), scale])
+        return hooks
+
+    run, losses = train_clip(
+        model=CLIP, optimizer=AdamWConfig(lr=lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.2), hooks=make_hooks,
+        precision=SimulatedGradients(gradient_format=FP16), steps=steps, max_bad_steps=steps, **settings,
+    )  # fmt: skip
+    overflows, magnitudes, rms, _ = hooks
+    tensors = len(run.parameters)
+    lost = [tensors if names and scaler is FastLossScaler else len(names) for names in overflows.names]
+    return {
+        "loss": losses,
+        "scale": overflows.scales,
+        "overflows": Counter(name for names in overflows.names for name in names),
+        "lost": sum(lost) / (tensors * steps),
+        "rms": rms.values[PATCHES],
+        "features": {f"block {i}": [x[i][1] for x in magnitudes.features] for i in (0, CLIP.depth - 1)},
+        "gradients": {name: [largest for _, largest in x] for name, x in magnitudes.gradients.items()},
+    }
+
+
+def early_share(result: Result) -> float:
+    """Return the share of overflows in the patch embedding and the first blocks; 0 without overflows."""
+    counts = result["overflows"]
+    return sum(count for name, count in counts.items() if name.startswith(EARLY)) / max(1, sum(counts.values()))
+
+
+def most_overflows(runs: Runs, count: int) -> str:
+    """Name the tensors that overflow in most steps of all seeds."""
+    totals = sum((Counter(result["overflows"]) for result in runs.results), Counter())
+    return ", ".join(f"{name} ({steps})" for name, steps in totals.most_common(count)) or "none"
+
+
+@experiment(
+    "Most gradients that overflow in fp16 are in the patch embedding and the first blocks; a constant scale that skips "
+    "only their tensors loses fewer updates than one scale that skips all",
+    "Wortsman et al. 2023, App. G, Figure 21",
+)
+def loss_scale(folder: Path, quick: bool) -> Finding:
+    """Name the tensors whose gradients overflow, and compare the share of updates that both scales lose.
+
+    One scale is halved after an overflow and doubled by faster rules than PyTorch's, as runs are shorter. Both begin at
+    65,536. A high learning rate and beta2 cause spikes.
+    """
+    seeds, steps, batch = (range(1), 6, 16) if quick else (range(3), 600, 128)
+    grid = {name: {"scaler": scaler} for name, scaler in SCALERS.items()}
+    sweep = Sweep(folder, overflow_trial, grid, seeds, steps=steps, batch=batch, lr=8e-3)
+    halved, constant = sweep.runs.values()
+    shares = np.array([early_share(result) for result in halved.results])
+    lost = over_seeds(halved.values("lost") - constant.values("lost"), ".1%")
+    first = halved.results[0]
+    return sweep.finding(
+        all_above([over_seeds(shares - 0.5, ".0%"), lost]),
+        f"{over_seeds(shares, '.0%')} of the overflows are in the patch embedding and the first blocks of both towers. "
+        f"One scale for all loses {lost} more of the updates. Most steps with overflow: {most_overflows(halved, 5)}.",
+        ("scale",),
+        {
+            "loss": lambda runs: f"{runs.losses().mean():.3f}",
+            "updates lost": lambda runs: f"{runs.mean('lost'):.1%}",
+            "lowest log2 of the scale": lambda runs: f"{min(min(result['scale']) for result in runs.results):.0f}",
+            "overflows (steps)": lambda runs: most_overflows(runs, 3),
+        },
+        {
+            "loss, first seed": sweep.curves,
+            "log2 of the scale, first seed": {
+                name: list(enumerate(runs.results[0]["scale"])) for name, runs in sweep.runs.items()
+            },
+            "RMS_t of the patch embedding": {"first seed": list(enumerate(first["rms"]))},
+            "largest features": {name: list(enumerate(values)) for name, values in first["features"].items()},
+            "largest gradients": {name: list(enumerate(values)) for name, values in first["gradients"].items()},
+        },
     )
