@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -91,8 +92,9 @@ class LayerScaleConfig(CLIPConfig):
 
 
 def float8_trial(*, depth: int, qk_norm: bool = False, gain: float | None = None, **settings: Any) -> Result:
-    """Return the losses, accuracy on new scenes, and magnitudes: of all image blocks in the first and the last step
-    (Figure 2, right), and over steps of the last block and the gradient of its MLP (Figure 11).
+    """Return the losses, accuracy on new scenes, and magnitudes: the mean of each image block in the first and the last
+    step (Figure 2, right), and mean and maximum of the last block and of the gradient of its MLP in each step (Figure
+    11).
 
     Args:
         gain: initial layer-scale; None for a model without layer-scale.
@@ -114,8 +116,8 @@ def float8_trial(*, depth: int, qk_norm: bool = False, gain: float | None = None
         "accuracy": accuracy(run.model),
         "begin": [mean for mean, _ in features[0]],
         "end": [mean for mean, _ in features[-1]],
-        "feature maxima": [blocks[-1][1] for blocks in features],
-        "gradient maxima": [largest for _, largest in gradients],
+        "last block": [blocks[-1] for blocks in features],
+        "gradient": gradients,
     }
 
 
@@ -170,11 +172,12 @@ def fp8_layerscale(folder: Path, quick: bool) -> Finding:
                 for time in ("begin", "end")
             },
             **{
-                f"{title}, first seed": {name: list(enumerate(runs.results[0][key])) for name, runs in named.items()}
-                for title, key in (
-                    ("largest feature of the last block", "feature maxima"),
-                    ("largest gradient of its MLP", "gradient maxima"),
-                )
+                f"log2 of the {key}, first seed": {
+                    f"{statistic}, {name}": list(enumerate(np.log2(np.maximum(values, 2.0**-40)).tolist()))
+                    for name, runs in named.items()
+                    for statistic, values in zip(("mean", "max"), np.transpose(runs.results[0][key]), strict=True)
+                }
+                for key in ("last block", "gradient")
             },
         },
     )

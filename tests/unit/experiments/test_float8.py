@@ -75,14 +75,14 @@ def test_a_trial_records_features_and_gradients():
     result = float8_trial(depth=2, gain=0.0, steps=2, batch=8, count=64, seed=0)
     assert len(result["begin"]) == len(result["end"]) == 2
     assert result["begin"][0] == pytest.approx(result["begin"][1])  # blocks are the identity
-    assert len(result["feature maxima"]) == len(result["gradient maxima"]) == 2
-    assert result["feature maxima"][0] > result["begin"][0] and result["gradient maxima"][0] == 0
-    assert result["gradient maxima"][1] > 0  # the layer-scale has left zero
+    assert len(result["last block"]) == len(result["gradient"]) == 2
+    assert result["last block"][0][1] > result["last block"][0][0] == result["begin"][1]
+    assert result["gradient"][0] == [0, 0] and result["gradient"][1][1] > 0  # the layer-scale has left zero
 
 
 def cell(loss=1.0, last=1.0):
-    return {"loss": [loss] * 250, "accuracy": 0.5, "begin": [1.0, 1.0], "end": [1.0, last], "feature maxima": [1.0],
-            "gradient maxima": [1.0]}  # fmt: skip
+    series = {"last block": [[1.0, 2.0]], "gradient": [[0.0, 0.0]]}
+    return {"loss": [loss] * 250, "accuracy": 0.5, "begin": [1.0, 1.0], "end": [1.0, last], **series}
 
 
 @pytest.mark.parametrize(
