@@ -209,9 +209,9 @@ def overflow_trial(*, scaler: type[Any], lr: float, steps: int, **settings: Any)
 
 
 def early_share(result: Result) -> float:
-    """Return the share of overflows in the patch embedding and the first blocks; 0 without overflows."""
-    counts = result["overflows"]
-    return sum(count for name, count in counts.items() if name.startswith(EARLY)) / max(1, sum(counts.values()))
+    """Return the share of overflows in the patch embedding and the first blocks; NaN without overflows."""
+    early = [name.startswith(EARLY) for name in result["overflows"]]
+    return float(np.average(early, weights=[*result["overflows"].values()])) if early else np.nan
 
 
 def most_overflows(runs: Runs, count: int) -> str:
