@@ -61,7 +61,7 @@ class ScheduleRunner:
         self.model: Any = run.trainable.model
         self.objective: Any = run.trainable.objective
         self.microbatches = count_microbatches(rows, layout, run.config.accumulate)
-        self._pieces = layout.chunk_blocks(len(self.model.blocks))
+        self._pieces = layout.chunk_blocks(self.model)
         self._stage = group.rank()
         self._values: list[Mapping[str, Tensor]] = []  # metrics of micro-batches, on the last stage
         self._metrics: tuple[list[str], torch.dtype] | None = None  # names and format, once known
@@ -115,7 +115,7 @@ class ScheduleRunner:
             "n_microbatches": self.microbatches, "loss_fn": lambda loss, _: loss / self.microbatches,
             "scale_grads": False,
         }  # fmt: skip
-        if self.layout.chunks > 1:
+        if len(self._pieces) > self.layout.stages:
             return ScheduleInterleaved1F1B(stages, **settings)
         return ORDERS[self._order](stages[0], **settings)
 

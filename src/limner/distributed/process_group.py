@@ -123,7 +123,7 @@ def _pipelined(
             "all processes together are one pipeline, so --grad-compression has no effect: choose fewer "
             "--pipeline-stages, or omit --grad-compression"
         )
-    chunks = INTERLEAVED_CHUNKS if schedule == "interleaved" and stages > 1 else 1
+    chunks = INTERLEAVED_CHUNKS if schedule == "interleaved" else 1
     layout = PipelineLayout(stages=stages, replicas=world_size // stages, chunks=chunks)
     return Pipelined(layout, "gpipe" if schedule == "gpipe" else "1f1b", make_reducer)
 

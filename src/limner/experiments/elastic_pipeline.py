@@ -33,8 +33,8 @@ from math import ceil, log
 from pathlib import Path
 from statistics import mean
 
+from limner.distributed.pipeline_layout import PipelineLayout, partition
 from limner.experiments.report import Finding, experiment
-from limner.planner.pipeline_partition import largest_stage, partition, pipeline_length
 from limner.planner.pipeline_schedules import gpipe
 from limner.planner.pipeline_search import MAX_MICROBATCHES_PER_STAGE
 from limner.planner.pipeline_simulator import Cost, Link, Pipeline, freeze, merge, simulate
@@ -95,7 +95,7 @@ class Testbed:
 
     @cached_property
     def limit(self) -> float:
-        return largest_stage([unit.weights for unit in self.units], PER_MACHINE)
+        return PipelineLayout(stages=PER_MACHINE).largest_stage([unit.weights for unit in self.units])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,8 @@ def simulate_epochs(testbed: Testbed, name: str) -> list[Epoch]:
     for epoch in range(EPOCHS):
         frozen = 0 if name == BASELINE else frozen_blocks(epoch)
         if auto_pipe:
-            k = pipeline_length([unit.weights for unit in testbed.active(frozen)], k, testbed.limit)
+            weights = [unit.weights for unit in testbed.active(frozen)]
+            k = PipelineLayout(stages=k).shortened(weights, testbed.limit).stages
         replicas = MACHINES * PER_MACHINE // k if auto_dp else MACHINES
         m = testbed.best_microbatches(frozen, k, replicas) if auto_pipe else 4 * k
         transfers, computed = 0, cached

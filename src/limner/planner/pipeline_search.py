@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from limner.planner.pipeline_partition import partition
+from limner.distributed.pipeline_layout import partition
 from limner.planner.pipeline_simulator import Cost, Pipeline, Simulated, merge, simulate
 
 MAX_MICROBATCHES_PER_STAGE = 6  # upper end of the paper's search

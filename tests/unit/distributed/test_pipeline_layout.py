@@ -2,34 +2,42 @@
 
 import pytest
 from hypothesis import given, strategies as st
+from torch import nn
 
-from limner.distributed.pipeline_layout import PipelineLayout, parameter_stages
+from limner.distributed.pipeline_layout import PipelineLayout, parameter_stages, unit_weights
 from limner.distributed.pipeline_schedule import count_microbatches
 from limner.distributed.pipeline_transition import Message, messages
 from limner.errors import UserError
-from limner.models.transformer import TransformerConfig
 
 
-@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 3), st.integers(0, 40), st.integers(1, 40))
-def test_pieces_are_the_trained_blocks_in_order_and_of_similar_size(stages, replicas, chunks, frozen, trained):
-    layout = PipelineLayout(stages=stages, replicas=replicas, frozen=frozen, chunks=chunks)
-    if trained < stages * chunks:
+class Model(nn.Module):
+    """A model whose embedding, blocks and head have numbers of parameters."""
+
+    def __init__(self, embed, *sizes):
+        super().__init__()
+        self.embed, *blocks, self.head = (nn.Linear(1, n, bias=False, device="meta") for n in (embed, *sizes))
+        self.blocks = nn.ModuleList(blocks)
+
+
+@given(st.integers(1, 8), st.integers(1, 3), st.integers(0, 20), st.lists(st.integers(1, 9), min_size=3, max_size=24))
+def test_pieces_are_the_trained_blocks_in_order(stages, chunks, frozen, sizes):
+    depth = len(sizes) - 2
+    layout = PipelineLayout(stages=stages, frozen=min(frozen, depth), chunks=chunks)
+    if max(depth - layout.frozen, 1) < layout.pieces:
         with pytest.raises(UserError, match="fewer --pipeline-stages"):
-            layout.chunk_blocks(frozen + trained)
+            layout.chunk_blocks(Model(*sizes))
         return
-    pieces = layout.chunk_blocks(frozen + trained)
-    assert len(pieces) == stages * chunks
-    assert [block for piece in pieces for block in piece] == list(range(frozen, frozen + trained))
-    sizes = [len(piece) for piece in pieces]
-    assert min(sizes) >= 1 and max(sizes[1:], default=0) - min(sizes[1:], default=0) <= 1
-    assert sizes[0] <= max(sizes[1:], default=trained) + 1
-    stage_of = layout.block_stages(frozen + trained)
-    assert stage_of[:frozen] == [0] * frozen
-    assert all(stage_of[block] == i % stages for i, piece in enumerate(pieces) for block in piece)
+    pieces = layout.chunk_blocks(Model(*sizes))
+    assert len(pieces) == (stages * chunks if stages > 1 else 1)
+    assert [block for piece in pieces for block in piece] == list(range(layout.frozen, depth))
+    assert all(pieces) or layout.frozen == depth
 
 
-def test_frozen_blocks_count_a_sixth():
-    assert PipelineLayout(stages=2, frozen=6).chunk_blocks(13) == [range(6, 9), range(9, 13)]
+def test_units_weigh_their_parameters_and_frozen_ones_a_sixth():
+    prior = Model(30, 60, 61, 62, 7)
+    assert unit_weights(prior, 0) == [90, 61, 69]
+    assert unit_weights(prior, 1) == [15 + 61, 69]
+    assert unit_weights(prior, 3) == pytest.approx([(30 + 60 + 61 + 62) / 6 + 7])
 
 
 def test_ranks_of_a_pipeline_are_neighbors():
@@ -40,11 +48,13 @@ def test_ranks_of_a_pipeline_are_neighbors():
 
 
 def test_embeddings_are_in_the_first_stage_and_the_head_in_the_last():
-    model = TransformerConfig(text_vocab=9, image_vocab=9, text_len=2, grid=(2, 2), width=8, depth=4, heads=2).build()
-    stages = parameter_stages(model, PipelineLayout(stages=2, frozen=1))
-    assert stages.keys() == dict(model.named_parameters()).keys()
-    assert {stages[name] for name in stages if name.startswith(("embed.", "blocks.0.", "blocks.1."))} == {0}
-    assert {stages[name] for name in stages if name.startswith(("blocks.2.", "blocks.3.", "head."))} == {1}
+    prior = Model(1, 1, 1, 1, 1, 1)
+    stages = parameter_stages(prior, PipelineLayout(stages=2, frozen=1))
+    assert stages.keys() == dict(prior.named_parameters()).keys()
+    assert {stages[name] for name in stages if name.startswith(("embed.", "blocks.0.", "blocks.1.", "blocks.2."))} == {
+        0
+    }
+    assert {stages[name] for name in stages if name.startswith(("blocks.3.", "head."))} == {1}
 
 
 @given(st.data())

@@ -4,12 +4,9 @@ import random
 from itertools import combinations, pairwise
 
 import pytest
-import torch
 
-from limner.distributed.pipeline_layout import FROZEN_COST
+from limner.distributed.pipeline_layout import FROZEN_COST, PipelineLayout, partition
 from limner.errors import UserError
-from limner.models.transformer import TransformerConfig
-from limner.planner.pipeline_partition import largest_stage, partition, pipeline_length, unit_parameters
 
 #: Millions of parameters of ViT-B/16 by unit, as its authors' log of 2020-12-30 prints them: embeddings, 12 times
 #: attention and MLP, final norm, head of ImageNet.
@@ -38,8 +35,8 @@ def test_the_partition_is_optimal_complete_and_monotone(seed):
         maxima.append(largest(weights, boundaries))
         assert maxima[-1] == pytest.approx(best)
     assert all(a >= b - 1e-12 for a, b in pairwise(maxima))  # no more with more stages
-    heavier = [w + generator.random() for w in weights]
-    assert largest_stage(heavier, 2 if n > 1 else 1) >= largest_stage(weights, 2 if n > 1 else 1)
+    layout, heavier = PipelineLayout(stages=min(n, 2)), [w + generator.random() for w in weights]
+    assert layout.largest_stage(heavier) >= layout.largest_stage(weights)
 
 
 def test_more_stages_than_units_are_an_error():
@@ -48,38 +45,51 @@ def test_more_stages_than_units_are_an_error():
             partition([1, 1, 1], stages)
 
 
-def test_units_are_resblocks_in_the_models_order():
-    config = TransformerConfig(text_vocab=8, image_vocab=8, text_len=2, grid=(2, 2), width=16, depth=2, heads=1)
-    with torch.device("meta"):
-        model = config.build()
-    units = unit_parameters(model)
-    assert list(units) == [
-        "embed", "blocks.0.attention", "blocks.0.mlp", "blocks.1.attention", "blocks.1.mlp", "head",
-    ]  # fmt: skip
-    assert sum(units.values()) == sum(p.numel() for p in model.parameters())
-
-
 def test_the_papers_lengths_while_a_vit_freezes():
     """8, then 4, 2 and 1 GPUs per pipeline as frozen blocks leave it."""
-    limit = largest_stage(VIT, 8)
+    layout = PipelineLayout(stages=8)
+    limit = layout.largest_stage(VIT)
     assert limit == pytest.approx(12.582, abs=0.001)  # 14.176 in the authors' greedy partition
     frozen = (0, 4, 7, 9, 10, 11, 12)
     active = [VIT[1 + 2 * blocks :] if blocks else VIT for blocks in frozen]
     for largest_at_start in (limit, 14.176):
-        assert [pipeline_length(units, 8, largest_at_start) for units in active] == [8, 8, 4, 2, 2, 1, 1]
+        assert [layout.shortened(units, largest_at_start).stages for units in active] == [8, 8, 4, 2, 2, 1, 1]
     # Frozen blocks that stay in the pipeline, with a sixth of their weight, keep it longer.
-    staying = [[*(FROZEN_COST * n for n in VIT[: 1 + 2 * k]), *VIT[1 + 2 * k :]] for k in (4, 7, 9, 10)]
-    assert [pipeline_length(units, 8, limit) for units in staying] == [8, 4, 4, 4]
+    weighted = ([sum(VIT[: 1 + 2 * n]) * FROZEN_COST + VIT[1 + 2 * n], *VIT[2 + 2 * n :]] for n in (4, 7, 9, 10))
+    assert [layout.shortened(units, limit).stages for units in weighted] == [8, 4, 4, 2]
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_compression_stops_at_the_first_length_whose_half_exceeds_the_limit(seed):
     generator = random.Random(seed)
     weights = [generator.random() for _ in range(generator.randint(1, 12))]
-    limit = largest_stage(weights, 8) * generator.choice([0.5, 1, 2, 5])
-    length = pipeline_length(weights, 8, limit)
-    assert length in (1, 2, 4, 8)
-    assert length == 1 or largest_stage(weights, length // 2) > limit
-    assert all(largest_stage(weights, k) <= limit for k in (4, 2, 1) if k >= length and length < 8)
-    # Fewer units never lengthen a pipeline.
-    assert pipeline_length(weights[1:] or weights, 8, limit) <= length
+    start = PipelineLayout(stages=8, replicas=2)
+    limit = max(weights) * generator.choice([0.5, 1, 2, 5])
+    layout = start.shortened(weights, limit)
+    assert layout.stages in (1, 2, 4, 8)
+    assert layout.world_size == 16
+    assert len(weights) >= layout.stages
+    half = PipelineLayout(stages=max(layout.stages // 2, 1))
+    assert layout.stages == 1 or half.largest_stage(weights) > max(limit, weights[0])
+
+
+@pytest.mark.parametrize("depth", [4, 12, 64])
+def test_more_frozen_blocks_never_lengthen_a_pipeline(depth):
+    start, blocks = PipelineLayout(stages=8), [1.0] * depth
+    limit = start.largest_stage([*blocks, 2.0]) if depth > 7 else 2.0
+    units = ([n * FROZEN_COST + 1, *blocks[n + 1 :], 2.0] for n in range(depth))
+    lengths = [start.shortened(weights, limit).stages for weights in units]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[-1] <= 2
+
+
+def test_an_odd_number_of_stages_becomes_its_largest_divisor():
+    layout = PipelineLayout(stages=9, replicas=2)
+    assert [layout.shortened([1.0] * 9, limit).stages for limit in (1, 2, 3, 9)] == [9, 9, 3, 1]
+    assert layout.shortened([1.0, 1.0], 0.0) == PipelineLayout(stages=1, replicas=18)
+
+
+def test_pieces_of_one_stage_weigh_together():
+    layout = PipelineLayout(stages=2, chunks=2)
+    assert layout.largest_stage([1, 2, 3, 4]) == 6
+    assert PipelineLayout(stages=1, chunks=2).largest_stage([1, 2, 3, 4]) == 10
