@@ -28,7 +28,8 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
 from limner.training.auto_cache import AutoCache
 from limner.training.config import TrainConfig
-from limner.training.freezing import Freezing, ScheduledFreezing
+from limner.training.freezing import Freezing
+from limner.training.freezing_rules import ScheduledFreezing
 from limner.training.hooks import Hook
 from limner.training.step import update
 from limner.training.train_state import TrainState
@@ -51,6 +52,7 @@ class Variant:
         self.run = TrainState(copy.deepcopy(model).requires_grad_(True), Autoregressive(text_weight=0.0), config)
         freezing = Freezing(self.run, ScheduledFreezing(share=share, start=0, end=0), 1, lambda metrics: 0.0)
         freezing.level = share * model.config.depth + 1e-9
+        freezing.before_training(self.run)
         self.hooks: list[Hook] = [freezing]
         if folder:
             self.hooks.append(AutoCache(self.run, freezing, folder, 1 << 30, [data]))

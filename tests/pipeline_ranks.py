@@ -1,14 +1,16 @@
 """A small prior that the processes of a pipeline train in tests, its batches, and schedules of layouts."""
 
+import json
 import os
 import signal
 import time
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from limner.blocks import leading_part
 from limner.data.stream import Stream
@@ -21,8 +23,11 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
 from limner.training.checkpoint import completed
 from limner.training.config import TrainConfig
+from limner.training.freezing import Freezing
+from limner.training.freezing_rules import FreezingRule, WindowStatistics
 from limner.training.hooks import Hook
 from limner.training.loop import train
+from limner.training.metrics_log import read_metrics
 from limner.training.parallel import Parallel
 from limner.training.rms_monitor import RMSMonitor
 from limner.training.train_state import TrainState
@@ -72,23 +77,47 @@ class Layouts(Hook):
             part.requires_grad_(False)
 
 
-class KilledInTransition(Layouts):
-    """Kills the last rank at the second transition, when the checkpoint before it is on the disk. Depending on `moment`
-    the other ranks are then before, during or after their transition."""
+@dataclass(frozen=True, kw_only=True)
+class Planned(FreezingRule):
+    """Freezes 7 blocks in the first half of the run and 11 in the second. The reason holds all statistics."""
 
-    def __init__(self, layouts: dict[int, PipelineLayout], out: Path, moment: str) -> None:
-        super().__init__(layouts)
-        self.out, self.moment = out, moment
+    needs_updates = True
 
-    def change(self, run: TrainState, layout: PipelineLayout) -> None:
-        dies = run.step == 4 and run.parallel.rank == 3
-        while dies and not completed(self.out):
-            time.sleep(0.01)
-        if dies and self.moment == "during":
+    def decide(self, window: WindowStatistics) -> tuple[float, str]:
+        return float(7 if window.progress < 0.5 else 11), json.dumps([*window.norms, *window.previous, *window.updates])
+
+
+class KilledInTransition(Pipelined):
+    """Kills the last rank before, during or after the transition that follows the fourth update, when the checkpoint
+    before it is on the disk. During it, this rank has received its tensors, and the others wait for new groups."""
+
+    def __init__(self, layout: PipelineLayout, out: Path, moment: str) -> None:
+        super().__init__(layout)
+        self.out, self.moment, self.updates = out, moment, 0
+
+    def die(self, moment: str) -> None:
+        if self.rank == self.world_size - 1 and self.moment == moment:
+            while not completed(self.out):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
-        super().change(run, layout)
-        if dies:
-            os.kill(os.getpid(), signal.SIGKILL)
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().reduce(parameters)
+        if self.layout.stages == 2:
+            self.updates += 1
+            if self.updates == 2:
+                self.die("before")
+
+    def _destroy_groups(self) -> None:
+        if self.layout.stages == 2:
+            self.die("during")
+        super()._destroy_groups()
+
+    def relayout(self, *arguments: Any) -> dict[str, Tensor]:
+        before, moved = self.layout.stages, super().relayout(*arguments)
+        if (before, self.layout.stages) == (2, 1):
+            self.die("after")
+        return moved
 
 
 def batch(step: int, parallel: Parallel) -> dict[str, Tensor]:
@@ -100,9 +129,9 @@ def batch(step: int, parallel: Parallel) -> dict[str, Tensor]:
     return {name: x.chunk(parallel.data_shares)[share] for name, x in {"text": text, "image": image}.items()}
 
 
-def begin(parallel: Parallel, dtype: torch.dtype = torch.float32, **settings: Any) -> TrainState:
+def begin(parallel: Parallel, dtype: torch.dtype = torch.float32, depth: int = 8, **settings: Any) -> TrainState:
     torch.manual_seed(0)
-    model = PRIOR.build().to(dtype)
+    model = replace(PRIOR, depth=depth).build().to(dtype)
     return TrainState(model, Autoregressive(), replace(CONFIG, **settings), parallel=parallel)
 
 
@@ -110,9 +139,39 @@ def train_in(out: Path, parallel: Parallel | PipelineLayout, hook: Hook, steps: 
     """Train up to `steps` in a folder, with an evaluation on some of the samples."""
     if isinstance(parallel, PipelineLayout):
         parallel = Pipelined(parallel)
-    run, stream = begin(parallel, steps=steps), Stream(Tokens(), 16, seed=3, prefetch=1)
+    _train(begin(parallel, steps=steps), out, hook)
+
+
+def freeze_in(out: Path, parallel: Parallel | PipelineLayout, rule: FreezingRule, steps: int = CONFIG.steps) -> None:
+    """Train a prior of 12 blocks that a rule freezes. `steps` ends the run early."""
+    if isinstance(parallel, PipelineLayout):
+        parallel = Pipelined(parallel)
+    run = begin(parallel, depth=12)
+    _train(run, out, Freezing(run, rule, 2, lambda metrics: metrics["image"]), Until(steps))
+
+
+class Until(Hook):
+    """Ends a run early."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.ended = steps, False
+
+    def after_update(self, run: TrainState) -> None:
+        self.ended = run.step >= self.steps
+
+    @property
+    def done(self) -> bool:
+        return self.ended
+
+
+def _train(run: TrainState, out: Path, *hooks: Hook) -> None:
+    stream = Stream(Tokens(), 16, seed=3, prefetch=1)
     evaluate = held_out_metrics(Autoregressive(), Tokens(), 32, torch.device("cpu"))
     try:
-        train(run, stream, out, hooks=[RMSMonitor(out), hook], evaluate=evaluate)
+        train(run, stream, out, hooks=[RMSMonitor(out), *hooks], evaluate=evaluate)
     finally:
         stream.close()
+
+
+def losses(out: Path) -> list[float]:
+    return [row[name] for row in read_metrics(out / "metrics.jsonl") for name in row if name in ("loss", "eval/text")]

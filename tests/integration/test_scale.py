@@ -15,7 +15,7 @@ STEPS = steps("docs/guides/scale.md")
 COMMANDS = [text for kind, text in STEPS if kind == "sh"]
 SMALL = {
     "dvae": "model.width=8 model.vocab=64 training.steps=2 training.batch-size=4",
-    "prior": "model.width=32 model.depth=2 model.heads=2 training.steps=4 training.batch-size=8",
+    "prior": "model.width=32 model.depth=4 model.heads=2 training.steps=4 training.batch-size=8",
     "contrastive": "model.width=32 model.depth=1 model.heads=2 training.steps=2 training.batch-size=8",
 }
 OPTIONS = " ".join(f"--{stage}.{setting}" for stage, settings in SMALL.items() for setting in settings.split())
@@ -36,7 +36,7 @@ def test_a_command_does_what_the_page_says(command: str, folder: Path) -> None:
         out = folder / re.findall(r"--out (\S+)", command)[0]
         assert list((out / "bundle").glob("*.safetensors"))
     if "powersgd" in command:
-        assert done.stderr.count("matrices are compressed to rank 16") == 2  # the dVAE has no blocks
+        assert done.stderr.count("matrices are compressed to rank 16") == 2  # the dVAE lacks blocks
     if "limner plan" in command:
         assert "torchrun --nnodes" in done.stdout
 

@@ -68,6 +68,8 @@ def _optional(info: constructors.PrimitiveTypeInfo) -> constructors.PrimitiveCon
         return None
     inner = replace(info, markers=info.markers | {tyro.conf.DisallowNone})
     spec: Any = constructors.ConstructorRegistry.get_primitive_spec(inner)
+    if not isinstance(spec, constructors.PrimitiveConstructorSpec):  # X is a union of dataclasses with settings
+        return None
     parse_words = spec.instance_from_str
     return replace(spec, instance_from_str=lambda words: None if words == ["None"] else parse_words(words))
 

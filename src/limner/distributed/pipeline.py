@@ -9,8 +9,9 @@ A parameter of another stage is a meta tensor: it has name and shape, so that ch
 the same names as in one process, but no values. Checkpoints are complete and independent of the layout, because each
 process writes the parts that it holds. For an evaluation all processes of a pipeline hold the whole model.
 
-`relayout` changes the layout between two updates without a restart: PipeTransformer (He et al. 2021) freezes leading
-blocks, shortens the pipeline, and spends the processes on more replicas.
+PipeTransformer (He et al. 2021) freezes leading blocks, shortens the pipeline, and spends the processes on more
+replicas. `freeze` does so between two updates, without a restart. The new layout depends on nothing but the initial
+layout, the model and the number of frozen blocks, so a run that is killed in a transition repeats it when it resumes.
 
 A model whose objective is not a `StagedObjective` is trained by all processes as replicas (`Replicated`).
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +29,8 @@ from torch import Tensor, distributed, nn
 from limner.blocks import leading_part
 from limner.distributed.gradient_reducers import Fp32Reducer, Replicas, buckets
 from limner.distributed.overlapped_reducer import OverlappedReducer
-from limner.distributed.pipeline_layout import PipelineLayout, parameter_stages
-from limner.distributed.pipeline_schedule import Order, ScheduleRunner
+from limner.distributed.pipeline_layout import PipelineLayout, parameter_stages, unit_weights
+from limner.distributed.pipeline_schedule import Order, ScheduleRunner, count_microbatches
 from limner.distributed.pipeline_transition import move
 from limner.distributed.replicated import ReducerFactory, Replicated
 from limner.distributed.sharded_checkpoint import ShardedCheckpointer
@@ -56,6 +58,8 @@ class Pipelined(Replicated):
 
     Raises `UserError` if the layout needs another number of processes.
     """
+
+    can_freeze = True
 
     def __init__(
         self, layout: PipelineLayout, order: Order = "1f1b", make_reducer: ReducerFactory | None = None
@@ -131,20 +135,33 @@ class Pipelined(Replicated):
             distributed.destroy_process_group(self.replica_group)
         self._pipeline_group, self.replica_group, self.stages = None, distributed.group.WORLD, {}
 
-    def relayout(self, run: TrainState, layout: PipelineLayout) -> None:
-        """Change the layout between two updates; all processes call it. Weights, optimizer states, averages and error
-        buffers move by name between the processes; the stream continues with the new shares. A hook that calls it comes
-        after hooks that use the parameters of the update.
+    def freeze(self, run: TrainState, depth: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not self._staged:
+            return super().freeze(run, depth, tensors)
+        layout = replace(self._initial_layout, frozen=depth)
+        if depth:
+            limit = self._initial_layout.largest_stage(unit_weights(run.model, 0))
+            layout = layout.shortened(unit_weights(run.model, depth), limit)
+        return self.relayout(run, layout, tensors)
+
+    def relayout(
+        self, run: TrainState, layout: PipelineLayout, tensors: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Change the layout between two updates; all processes call it. Weights, optimizer states, averages, error
+        buffers and `tensors` of parameters move by name between the processes; the stream continues with the new
+        shares. A hook that calls it comes after hooks that use the parameters of the update. Return the moved tensors.
 
         Raises `UserError` if the layout does not fit the model or the number of processes.
         """
+        tensors = dict(tensors or {})
         if self._checked(layout) == self.layout or not self._staged:
             self.layout = layout
-            return
+            return tensors
         stages = parameter_stages(run.model, layout)
         needed = [{n for n, stage in stages.items() if stage == layout.stage(r)} for r in range(self.world_size)]
         groups: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in move(_named_states(run), needed, self.device).items():
+        states = _named_states(run) | {f"tensors/{name}": x for name, x in tensors.items()}
+        for key, tensor in move(states, needed, self.device).items():
             group, _, name = key.partition("/")
             groups.setdefault(group, {})[name] = tensor
         self._destroy_groups()
@@ -155,10 +172,17 @@ class Pipelined(Replicated):
         if run.ema:
             averages = groups.pop("ema")
             run.ema.load_state_dict({name: averages.get(name, x) for name, x in run.ema.state_dict().items()})
+        tensors = groups.pop("tensors", {})
         states = {f"{key}.{name}": tensor for key, values in groups.items() for name, tensor in values.items()}
         load_optimizers(run.model, run.optimizers, states, "the layout before")
         if self._stream is not None:
             self.shard_stream(self._stream)
+        return tensors
+
+    def layout_values(self, run: TrainState) -> dict[str, int]:
+        stages, replicas = self.layout.stages, self.layout.replicas
+        microbatches = count_microbatches(run.config.batch_size // replicas, self.layout, run.config.accumulate)
+        return {"stages": stages, "replicas": replicas, "microbatches": microbatches}
 
     def gradients(self, run: GradientInputs, batch: Batch) -> dict[str, Tensor]:
         """Run the schedule; the metrics are those of this process's pipeline.

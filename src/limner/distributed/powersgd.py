@@ -192,11 +192,12 @@ class PowerSGD(Fp32Reducer):
     @torch.no_grad()
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Run step 9. The squared norm of P Q^T is the sum of the products of entries of P^T P and Q^T Q."""
-        norm = super().grad_norm(parameters)
-        if not self.factors:
+        parameters = list(parameters)
+        norm, compressed = super().grad_norm(parameters), [p for p in parameters if p in self.factors]
+        if not compressed:
             return norm
-        squares = [((p.mT @ p) * (q.mT @ q)).sum() for _, p, q in self.factors.values()]
-        return torch.hypot(norm, sum_over_shards(squares, list(self.factors)).sum().clamp_min(0).sqrt())
+        squares = [((p.mT @ p) * (q.mT @ q)).sum() for _, p, q in (self.factors[p] for p in compressed)]
+        return torch.hypot(norm, sum_over_shards(squares, list(compressed)).sum().clamp_min(0).sqrt())
 
     @torch.no_grad()
     def parts(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

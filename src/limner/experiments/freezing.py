@@ -17,7 +17,13 @@ from limner.experiments.tiny_models import PRIOR, held_out_loss, train_prior
 from limner.objectives.autoregressive import Autoregressive
 from limner.training.auto_cache import AutoCache
 from limner.training.config import TrainConfig
-from limner.training.freezing import Freezing, FreezingRule, GradientNormFreezing, GuardedFreezing, ScheduledFreezing
+from limner.training.freezing import Freezing
+from limner.training.freezing_rules import (
+    FreezingRule,
+    GradientNormFreezing,
+    GuardedFreezing,
+    ScheduledFreezing,
+)
 from limner.training.train_state import TrainState
 
 EVERY = 5  # updates between decisions

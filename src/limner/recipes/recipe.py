@@ -25,6 +25,7 @@ from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.objectives.reconstruction_loss import ReconstructionLoss
 from limner.sampling.generation_config import CANDIDATES
 from limner.training.config import TrainConfig
+from limner.training.freezing_rules import AnyFreezingRule
 from limner.validation import InvalidSetting, Range, Validated
 
 
@@ -105,6 +106,8 @@ class PriorStage(Validated):
         augment: crop pictures at random (Listing 2) and encode them on the fly, instead of once into a cache.
         grad_compression_rank: rank of PowerSGD over all shards of a matrix, for gradients sent between replicas; None
             sends fp32. `limner train --grad-compression` overrides it.
+        freezing: rule by which leading blocks stop training; None trains all blocks.
+        freeze_every: updates between two decisions of the rule.
         caption_dropout: share of empty captions in training, required by guidance (typically 0.1).
         temperature, guidance: defaults for sampling from the trained model. Guidance 1 is off.
     """
@@ -114,6 +117,8 @@ class PriorStage(Validated):
     training: TrainConfig
     augment: bool = True
     grad_compression_rank: Annotated[int | None, Range(1, 2**16)] = None
+    freezing: AnyFreezingRule | None = None
+    freeze_every: Annotated[int, Range(1, 10**6)] = 100
     caption_dropout: Annotated[float, Range(0, 1)] = 0.0
     temperature: Annotated[float, Range(0, 100)] = 1.0
     guidance: Annotated[float, Range(0, 100)] = 1.0

@@ -23,13 +23,8 @@ from limner.optim.optimizers import AdamWConfig
 from limner.pipeline import TextToImage
 from limner.training.auto_cache import AutoCache
 from limner.training.config import TrainConfig
-from limner.training.freezing import (
-    Freezing,
-    GradientNormFreezing,
-    GuardedFreezing,
-    PercentileFreezing,
-    ScheduledFreezing,
-)
+from limner.training.freezing import Freezing
+from limner.training.freezing_rules import AnyFreezingRule, GuardedFreezing
 from limner.training.hooks import Hook
 from limner.training.train_state import TrainState
 from limner.validation import SEEDS, Range, Validated
@@ -160,16 +155,13 @@ class ElasticFinetuning(FullFinetuning):
     """
 
     name = "elastic"
-    freezing: GuardedFreezing | GradientNormFreezing | PercentileFreezing | ScheduledFreezing = field(
-        default_factory=GuardedFreezing
-    )
+    freezing: AnyFreezingRule = field(default_factory=GuardedFreezing)
     freeze_every: Annotated[int, Range(1, 10**6)] = 5
     cache_mb: Annotated[int, Range(0, 10**7)] = 1024
 
     @property
     def record(self) -> dict[str, Any]:
-        rule = {"rule": type(self.freezing).__name__, "settings": self.freezing, "every": self.freeze_every}
-        return super().record | {"freezing": rule}
+        return super().record | {"freezing": self.freezing.record(self.freeze_every)}
 
     def hooks(self, run: TrainState, out: Path, datasets: Sequence[Dataset]) -> list[Hook]:
         freezing = Freezing(run, self.freezing, self.freeze_every, _score)

@@ -35,6 +35,7 @@ from limner.runs.codebook_monitor import CollapseWarning
 from limner.runs.run_data import RunData
 from limner.text.bpe import Tokenizer
 from limner.training.checkpoint import completed, fill_model, load_weights, model_tensors
+from limner.training.freezing import Freezing
 from limner.training.hooks import Hook
 from limner.training.kernel_report import KernelReport
 from limner.training.loop import train
@@ -114,6 +115,9 @@ class StageTrainer:
         with progress(f"training the {STAGE_TITLES[name]}", training.steps, shown=parallel.is_main) as bar:
             run = TrainState(model, stage.objective, training, self.device, parallel)
             hooks.append(RMSMonitor(self.out / name))
+            if rule := getattr(stage, "freezing", None):
+                hooks.append(Freezing(run, rule, stage.freeze_every, lambda metrics: metrics["image"]))
+                record["freezing"] = rule.record(stage.freeze_every)
             hooks += self.stage_hooks(self.out / name) if self.stage_hooks else []
             trained = train(run, stream, self.out / name, evaluate=evaluate, record=record, hooks=hooks, bar=bar)
         stream.close()

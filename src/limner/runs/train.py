@@ -29,7 +29,7 @@ from limner.runs.run_data import RunData
 from limner.runs.stages import StageHooks, StageTrainer
 from limner.training.checkpoint import completed, skipped_updates, step_of
 from limner.training.config import check_resumable
-from limner.training.parallel import Parallel, SingleProcess
+from limner.training.parallel import CANNOT_FREEZE, Parallel, SingleProcess
 from limner.training.train_state import SKIPPED, prepare_model
 
 __all__ = ["train_all"]
@@ -117,6 +117,8 @@ def _check(run_data: RunData, stages: Sequence[str]) -> ResolvedRecipe:
     unfinished = "dvae" in trained and (not done or step_of(done[-1]) < trained["dvae"].training.steps)
     if unfinished and completed(out / "prior"):
         raise UserError(f"the prior in {out} was trained on tokens of its dVAE: train another dVAE in a new folder")
+    if "prior" in trained and trained["prior"].freezing and not run_data.parallel.can_freeze:
+        raise UserError(CANNOT_FREEZE)
     if "prior" in trained and not ("dvae" in trained or resolved.dvae_bundle or done):
         raise UserError(f"no dVAE in {out / 'dvae'}: train the stage 'dvae' first")
     return resolved

@@ -114,6 +114,6 @@ def _readable(checkpoint: Path) -> Iterator[None]:
 
 def parameter_name(group: str, name: str) -> str:
     """Return the name of the parameter that a tensor belongs to, or "". `state.py` describes the names."""
-    if group == "optimizer":
+    if group == "optimizer" or group.startswith("hook."):
         return name.partition(".")[2]
     return name if group in ("model", "ema", "parallel") or REPLICA_GROUP.fullmatch(group) else ""

@@ -19,18 +19,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
+from limner.blocks import leading_part
+from limner.errors import UserError
 from limner.numerics.precision import upcast
 from limner.optim.grad_access import total_norm, unscale
 from limner.training.checkpoint import Checkpointer
 from limner.training.config import TrainConfig
 from limner.training.spans import span
 from limner.training.train_module import Batch, Trainable
+
+CANNOT_FREEZE = "these processes cannot freeze blocks: choose --parallel pipeline, or start without torchrun"
 
 
 class ReductionState:
@@ -116,11 +120,13 @@ class Parallel(ABC):
         world_size: number of processes.
         reduction: reduction of the gradients of the model that `prepare` took last.
         grad_compression_rank: rank of PowerSGD between replicas for the next model; None sends fp32.
+        can_freeze: True if the strategy implements `freeze`.
     """
 
     rank: int
     world_size: int
     grad_compression_rank: int | None = None
+    can_freeze: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.reduction = Reduction()
@@ -221,6 +227,19 @@ class Parallel(ABC):
         be sharded, and only a call of the module that `prepare` returned gathers them."""
         return nullcontext()
 
+    def freeze(self, run: Any, depth: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Stop training the embedding and the first `depth` blocks of the model of a `TrainState`, and train all other
+        parameters; depth 0 trains all. All ranks call it between two updates. `tensors` belong to parameters by name.
+        Return those of the parameters that this rank holds afterwards.
+
+        Raises `UserError` if the strategy cannot change which parameters train.
+        """
+        raise UserError(CANNOT_FREEZE)
+
+    def layout_values(self, run: Any) -> dict[str, int]:
+        """Return values for the log that describe what the ranks compute after `freeze`, by name."""
+        return {}
+
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Return the norm of all gradients of the model together, [], equal on all ranks."""
         return self.reduction.grad_norm(parameters)
@@ -251,6 +270,7 @@ class SingleProcess(Parallel):
     """The strategy of a single process."""
 
     rank, world_size = 0, 1
+    can_freeze = True
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         self.reduction = Reduction()
@@ -264,3 +284,10 @@ class SingleProcess(Parallel):
 
     def assert_replicas_equal(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do nothing: there is one copy."""
+
+    def freeze(self, run: Any, depth: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        for p in run.parameters:
+            p.requires_grad_(True)
+        for part in leading_part(run.model, depth):
+            part.requires_grad_(False)
+        return dict(tensors)

@@ -8,7 +8,7 @@ Tensors in groups:
     rng         states of the random generators as bytes; names for rank 2 end in ".2"
     parallel    state of the parallel strategy, the same on all ranks, e.g. the mean of error buffers
     errors.N    error buffers of gradient compression of replica N, by parameter (few replicas)
-    hook.NAME   tensors in the state of the hook of that name
+    hook.NAME   tensors in the state of the hook of that name; "KEY.PARAMETER" for each parameter
 
 Other values are JSON: step, data position, schedule, counters, hooks, config, versions.
 """

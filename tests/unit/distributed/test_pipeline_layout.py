@@ -50,11 +50,8 @@ def test_ranks_of_a_pipeline_are_neighbors():
 def test_embeddings_are_in_the_first_stage_and_the_head_in_the_last():
     prior = Model(1, 1, 1, 1, 1, 1)
     stages = parameter_stages(prior, PipelineLayout(stages=2, frozen=1))
-    assert stages.keys() == dict(prior.named_parameters()).keys()
-    assert {stages[name] for name in stages if name.startswith(("embed.", "blocks.0.", "blocks.1.", "blocks.2."))} == {
-        0
-    }
-    assert {stages[name] for name in stages if name.startswith(("blocks.3.", "head."))} == {1}
+    assert list(stages) == [name for name, _ in prior.named_parameters()]
+    assert list(stages.values()) == [0, 1, 0, 0, 0, 1]  # embedding, head, blocks
 
 
 @given(st.data())

@@ -11,7 +11,6 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from limner.distributed.pipeline import Pipelined
-from limner.distributed.pipeline_layout import PipelineLayout
 from limner.distributed.powersgd import PowerSGD
 from limner.distributed.process_group import Kind, PipelineSchedule, count_nodes, join_process_group, rank
 from limner.distributed.sharded import Sharded
@@ -110,7 +109,7 @@ def test_options_that_contradict_each_other_are_pointed_out(arguments: tuple[Any
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 def test_a_pipeline_of_one_process_is_that_process(schedule: PipelineSchedule) -> None:
     with join_process_group("pipeline", pipeline_schedule=schedule) as parallel:
-        assert isinstance(parallel, Pipelined) and parallel.layout == PipelineLayout(stages=1)
+        assert isinstance(parallel, Pipelined) and parallel.layout.stages == parallel.layout.pieces == 1
         found, alone = begin(parallel, accumulate=2), begin(SingleProcess(), accumulate=2)
         for step in range(2):
             for run in (found, alone):

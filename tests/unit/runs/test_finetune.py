@@ -22,7 +22,7 @@ from limner.runs.finetune_methods import ElasticFinetuning, FullFinetuning, LoRA
 from limner.runs.ordinary_samples import ORDINARY_SAMPLES, ordinary_captions
 from limner.tasks.captions import parse
 from limner.training.config import TrainConfig
-from limner.training.freezing import ScheduledFreezing
+from limner.training.freezing_rules import ScheduledFreezing
 from limner.training.metrics_log import read_metrics
 from limner.training.train_state import TrainState
 from tiny import WORDS, tiny_pipe

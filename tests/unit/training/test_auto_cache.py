@@ -15,7 +15,8 @@ from limner.optim.optimizers import AdamWConfig
 from limner.training import auto_cache
 from limner.training.auto_cache import AutoCache
 from limner.training.config import TrainConfig
-from limner.training.freezing import Freezing, FreezingRule
+from limner.training.freezing import Freezing
+from limner.training.freezing_rules import FreezingRule
 from limner.training.hooks import Hook
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics

@@ -13,8 +13,8 @@ from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
 from limner.training.config import TrainConfig
-from limner.training.freezing import (
-    Freezing,
+from limner.training.freezing import Freezing
+from limner.training.freezing_rules import (
     FreezingRule,
     GradientNormFreezing,
     GuardedFreezing,
@@ -24,7 +24,7 @@ from limner.training.freezing import (
 )
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
-from limner.training.parallel import SingleProcess
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.train_state import TrainState
 from numbered_tokens import PRIOR, numbered_tokens
 
@@ -129,10 +129,11 @@ def test_blocks_freeze_after_the_warm_up_and_stay_as_they_are(tmp_path):
     class Watch(Freezing):
         def after_backward(self, run):
             super().after_backward(run)
-            has = [all(p.grad is not None for p in layer) for layer in self.layers]
-            none = [all(p.grad is None for p in layer) for layer in self.layers]
+            layers = [list(layer.values()) for layer in self.layers()]
+            has = [all(p.grad is not None for p in layer) for layer in layers]
+            none = [all(p.grad is None for p in layer) for layer in layers]
             assert has == [not n for n in none]
-            seen.append((run.step, none.index(False), [p.detach().clone() for layer in self.layers[:2] for p in layer]))
+            seen.append((run.step, none.index(False), [p.detach().clone() for layer in layers[:2] for p in layer]))
 
     run = state()
     hook = Watch(run, ScheduledFreezing(share=0.5, start=0, end=0), 3, score)
@@ -203,12 +204,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, rule):
     assert [[row.get(k) for k in keys] for row in rows[0]] == [[row.get(k) for k in keys] for row in rows[1]]
 
 
-def test_a_model_without_blocks_and_several_processes_are_refused():
+def test_a_model_without_blocks_and_processes_that_cannot_freeze_are_refused():
     with pytest.raises(UserError, match="a Linear cannot be frozen block by block"):
         Freezing(state(model=nn.Linear(2, 2)), FreezingRule(), 2, score)
 
-    class Two(SingleProcess):
-        world_size = 2
+    class Others(SingleProcess):
+        freeze = Parallel.freeze
 
-    with pytest.raises(UserError, match="one process only"):
-        Freezing(state(parallel=Two()), FreezingRule(), 2, score)
+    with pytest.raises(UserError, match="choose --parallel pipeline, or start without torchrun"):
+        Freezing(state(parallel=Others()), FreezingRule(), 2, score)
