@@ -179,10 +179,12 @@ def applied(run: TrainState, share: dict[str, Tensor]) -> dict[str, Tensor]:
     run.parallel.gradients(run, share)
     run.parallel.reduce(run.parameters)
     names, found = {p: name for name, p in run.model.named_parameters()}, {}
+    norms = {names[p]: float(run.parallel.reduction.grad_norm([p])) for p in run.parameters}
     for part in run.parallel.reduction.parts(run.parameters):
         found |= {names[p]: p.grad.clone() for p in part if p.grad is not None}
         for p in part:
             p.grad = None
+    assert norms == pytest.approx({name: float(grad.norm()) for name, grad in found.items()}, rel=1e-3, abs=1e-6)
     return found
 
 

@@ -31,6 +31,7 @@ from limner.runs.run_data import RunData
 from limner.runs.stages import StageTrainer, init_from_codebook, load_reranker
 from limner.runs.train import train_all
 from limner.tasks.build_scenes import SceneDataSettings, write_scenes
+from limner.training.freezing_rules import ScheduledFreezing
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import SingleProcess
 from more_patterns import dilated
@@ -162,6 +163,30 @@ def test_only_the_prior_has_the_recipes_compression(data, tmp_path):
     for name in ("dvae", "prior", "contrastive"):
         trainer.model(name)
     assert len(ranks) == 3 and {name for name, rank in ranks.items() if rank == 8} == {"Transformer"}
+
+
+def test_a_recipe_freezes_blocks_of_the_prior(data, tmp_path):
+    def train(**changed):
+        recipe = with_steps(tiny_recipe(), 4, warmup_steps=0)
+        recipe = replace(recipe, prior=replace(recipe.prior, freezing=ScheduledFreezing(end=0), **changed))
+        trainer = StageTrainer(RunData.open(recipe, data, tmp_path), ("dvae", "prior"))
+        for name in ("dvae", "prior"):
+            trainer.model(name)
+
+    train(freeze_every=2)
+    assert [row["frozen"] for row in read_metrics(tmp_path / "prior/metrics.jsonl")] == [0, 1, 1, 1]
+    with pytest.raises(UserError, match="a run with another freezing.every"):
+        train(freeze_every=3)
+
+
+def test_processes_that_cannot_freeze_raise_before_the_first_stage(data, tmp_path):
+    class Others(SingleProcess):
+        can_freeze = False
+
+    recipe = replace(RECIPE, prior=replace(RECIPE.prior, freezing=ScheduledFreezing()))
+    with pytest.raises(UserError, match="cannot freeze blocks: choose --parallel pipeline"):
+        train_all(recipe, data, tmp_path / "run", parallel=Others())
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_an_objective_may_have_a_constant_temperature(data, tmp_path):
