@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,16 @@ class Layouts(Hook):
 
 @dataclass(frozen=True, kw_only=True)
 class Planned(FreezingRule):
-    """Freezes 7 blocks in the first half of the run and 11 in the second. The reason holds all statistics."""
+    """Freezes 7 blocks in the first half of the run, 11 in the second, and unfreezes one at the first evaluation. The
+    reason holds all statistics."""
 
     needs_updates = True
 
     def decide(self, window: WindowStatistics) -> tuple[float, str]:
         return float(7 if window.progress < 0.5 else 11), json.dumps([*window.norms, *window.previous, *window.updates])
+
+    def unfreezes(self, score: float, best: float) -> bool:
+        return best == inf
 
 
 class KilledInTransition(Pipelined):
@@ -96,27 +101,23 @@ class KilledInTransition(Pipelined):
         self.out, self.moment, self.updates = out, moment, 0
 
     def die(self, moment: str) -> None:
-        if self.rank == self.world_size - 1 and self.moment == moment:
+        if self.updates == 4 and self.rank == self.world_size - 1 and self.moment == moment:
             while not completed(self.out):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         super().reduce(parameters)
-        if self.layout.stages == 2:
-            self.updates += 1
-            if self.updates == 2:
-                self.die("before")
+        self.updates += 1
+        self.die("before")
 
     def _destroy_groups(self) -> None:
-        if self.layout.stages == 2:
-            self.die("during")
+        self.die("during")
         super()._destroy_groups()
 
     def relayout(self, *arguments: Any) -> dict[str, Tensor]:
-        before, moved = self.layout.stages, super().relayout(*arguments)
-        if (before, self.layout.stages) == (2, 1):
-            self.die("after")
+        moved = super().relayout(*arguments)
+        self.die("after")
         return moved
 
 

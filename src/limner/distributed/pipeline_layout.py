@@ -114,7 +114,7 @@ def unit_weights(model: nn.Module, frozen: int) -> list[float]:
     are, they and the head are one unit."""
     embed, *blocks = (sum(p.numel() for p in part.parameters()) for part in leading_part(model, sys.maxsize))
     head = sum(p.numel() for p in model.parameters()) - embed - sum(blocks)
-    units: list[float] = blocks[frozen:] or [0]
+    units: list[float] = [*blocks[frozen:]] or [0]
     units[0] += (embed + sum(blocks[:frozen])) * (FROZEN_COST if frozen else 1)
     units[-1] += head
     return units

@@ -21,15 +21,21 @@ from ranks import at_work, on_ranks
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch lacks process groups")
 
 INITIAL = PipelineLayout(stages=4)
-LAYOUTS = [(2, 7, 2, 2, 4), (4, 11, 1, 4, 1), (6, 11, 1, 4, 1)]  # step, frozen blocks, K, R, M
+#: Step, frozen blocks, K, R, M.
+LAYOUTS = [(2, 7, 2, 2, 4), (3, 6, 4, 1, 8), (4, 11, 1, 4, 1), (6, 11, 1, 4, 1)]
 
 
 def decisions(out: Path) -> list[dict[str, Any]]:
     return [entry for row in read_metrics(out / "metrics.jsonl") for entry in row.get("freezing", [])]
 
 
+def statistics(decision: dict[str, Any]) -> list[float]:
+    """Statistics of a decision that an evaluation did not cause."""
+    return [] if "the score rose" in decision["reason"] else json.loads(decision["reason"])
+
+
 def freeze_twice(out: Path) -> None:
-    """Train at once, and in two parts of which the first ends between two decisions."""
+    """Train without a stop, and in two parts of which the first ends between two decisions."""
     for name, parts in {"whole": (6,), "parts": (5, 6)}.items():
         for steps in parts:
             freeze_in(out / name, INITIAL, Planned(), steps=steps)
@@ -49,11 +55,11 @@ def test_losses_and_statistics_are_those_of_one_process(runs, name):
     assert losses(runs / name) == pytest.approx(losses(runs / "alone"), abs=1e-6)
     for found, expected in zip(decisions(runs / name), decisions(runs / "alone"), strict=True):
         assert (found["step"], found["frozen"]) == (expected["step"], expected["frozen"])
-        assert json.loads(found["reason"]) == pytest.approx(json.loads(expected["reason"]), rel=1e-4)
+        assert statistics(found) == pytest.approx(statistics(expected), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["whole", "parts"])
-def test_the_pipeline_halves_as_blocks_freeze_and_all_processes_are_used(runs, name):
+def test_the_length_follows_the_frozen_blocks_and_all_processes_are_used(runs, name):
     keys = ("step", "frozen", "stages", "replicas", "microbatches")
     assert [tuple(d[key] for key in keys) for d in decisions(runs / name)] == LAYOUTS
 
@@ -89,7 +95,7 @@ def test_a_run_killed_at_a_transition_resumes(runs, moment, tmp_path):
         freeze_in(other, SingleProcess(), Planned())
     for folder in (out, other):
         check_equal(folder, runs / "alone")
-    assert decisions(out)[-2:] == decisions(runs / "whole")[-2:]
+    assert decisions(out)[-3:] == decisions(runs / "whole")[-3:]
 
 
 def _load(folder: Path) -> Transformer:

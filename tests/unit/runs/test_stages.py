@@ -208,7 +208,7 @@ def test_an_objective_may_have_a_constant_temperature(data, tmp_path):
 
 
 def test_only_trained_stages_need_the_settings_of_the_start(data, tmp_path):
-    """The models of the other stages are those of the bundle, whatever the recipe says of them."""
+    """The models of the other stages are those of the bundle, also if the recipe has other settings."""
     assert train_all(RECIPE, data, tmp_path / "first") is not None
     recipe, start = replace(RECIPE, start=str(tmp_path / "first")), "the {} of .* has other settings than the recipe"
     larger = replace(recipe.contrastive, model=replace(recipe.contrastive.model, width=64))
