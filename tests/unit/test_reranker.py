@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -121,6 +122,19 @@ def test_draw_takes_another_clip_model(files, tmp_path, monkeypatch, capsys):
     sentences = capsys.readouterr().err
     assert "ONNX files cannot take an adapter or another CLIP model" in sentences
     assert "tiny is not a published CLIP model: name a folder that `limner convert clip` wrote" in sentences
+
+
+def test_a_server_ranks_by_the_published_model(files, monkeypatch):
+    apps = []
+    monkeypatch.setattr("limner.cli.serve.run_server", lambda app, host, port: apps.append(app))
+    assert main(["serve", "--model", str(files / "tiny"), "--rerank", str(files / "clip")]) == 0
+    with TestClient(apps[0], base_url="http://localhost") as client:
+        body = {"prompt": WORDS[0], "n": 4, "candidates": 4, "seed": 0}
+        answer = client.post("/v1/images/generations", json=body).json()
+    own = load(files / "tiny", rerank=files / "clip", device="cpu")(WORDS[0], n=4, candidates=4)
+    assert [picture["candidate"] for picture in answer["data"]] == [drawing.candidate for drawing in own]
+    assert [picture["score"] for picture in answer["data"]] == pytest.approx(own.scores)
+    assert main(["serve", "--model", str(files / "tiny"), "--rerank", str(files / "tiny")]) == 2
 
 
 def test_features_are_those_of_the_published_model(files):

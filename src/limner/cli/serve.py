@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ class Serve(Validated):
 
     model: Annotated[tuple[str, ...], arg(metavar="NAME|FOLDER ...")] = (pretrained.DEFAULT,)
     """Bundled models or folders that `limner train` wrote; requests choose by name, the first is the default."""
+    rerank: Annotated[Path | None, arg(metavar="FOLDER")] = None
+    """A CLIP model of `limner convert clip`, whose cosine ranks the candidates in place of the models' own scores."""
     host: str = "127.0.0.1"
     """The address to listen on."""
     port: Annotated[int, Range(0, 65_535)] = 8000
@@ -63,10 +66,14 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(
             f"--host {options.host} is open to other machines and needs --keys FILE, made with --new-key NAME"
         )
+    names = [Path(name).name or name for name in options.model]
+    if not names or len(set(names)) < len(names):
+        raise UserError("--model needs one model or more, whose folders have different names")
     from limner.pipeline import load
     from limner.serve.app import create_app
 
-    pipes = {Path(name).name or name: load(name) for name in options.model}
+    warnings.filterwarnings("ignore", "a caption of")  # Python would keep each; clients get one in the answer
+    pipes = {name: load(model, rerank=options.rerank) for name, model in zip(names, options.model, strict=True)}
     app = create_app(pipes, keys=keys, max_requests=options.max_requests, timeout=options.timeout)
     run_server(app, options.host, options.port)
 
