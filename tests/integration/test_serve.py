@@ -157,9 +157,10 @@ def test_a_client_that_leaves_gives_its_place_to_others(folder):
         while not server.open_requests() and time.monotonic() < deadline:
             time.sleep(0.01)
         if server.open_requests():  # else it is drawn already
-            with pytest.raises(openai.RateLimitError) as caught:
-                server.client().images.generate(prompt="b")
-            assert int(caught.value.response.headers["retry-after"]) >= 1
+            for streams in (False, True):
+                with pytest.raises(openai.RateLimitError) as caught:
+                    server.client().images.generate(prompt="b", stream=streams)
+                assert int(caught.value.response.headers["retry-after"]) >= 1
         stream.close()
         while server.open_requests() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -205,6 +206,8 @@ def test_wrong_options_of_the_command_are_one_sentence(tmp_path):
         (["--host", "0.0.0.0"], "needs --keys FILE"),
         (["--keys", str(tmp_path / "keys")], "line 1 is not `NAME SHA-256`"),
         (["--keys", str(tmp_path / "none")], "No such file"),
+        (["--model", "a/tiny", "b/tiny"], "folders have different names"),
+        (["--model"], "one model or more"),
     ):
         done = run(*options)
         assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1

@@ -102,6 +102,19 @@ def test_errors_are_shown_and_announced(server, page):
     page.wait("!document.getElementById('error').hidden")
     assert "does not exist" in page.evaluate("document.querySelector('[role=alert]').textContent")
     assert page.evaluate("document.querySelectorAll('article').length") == 0
+    page.evaluate("document.getElementById('caption').value = ' '")
+    page.evaluate("document.getElementById('form').requestSubmit()")
+    page.wait("document.getElementById('error').textContent.startsWith('The caption is empty')")
+
+
+def test_a_server_that_ends_is_an_error(server, tmp_path):
+    with serve(server.folder) as ending, open_page(f"http://127.0.0.1:{ending.port}/", tmp_path / "profile") as page:
+        page.wait(f"{STATUS} === 'Ready.'")
+        ending.process.kill()
+        page.evaluate("document.getElementById('caption').value = 'a'")
+        page.evaluate("document.getElementById('form').requestSubmit()")
+        page.wait("document.getElementById('error').textContent.startsWith('The connection ended')")
+        assert page.evaluate("document.querySelectorAll('article').length") == 0
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="LIMNER_AXE does not name axe.min.js of the npm package axe-core")

@@ -59,8 +59,8 @@ class Preview:
     Attributes:
         caption: index of the caption.
         candidates: numbers of n candidates.
-        pictures: uint8 [n, 3, current height, W]. The last rows may still change slightly, since the dVAE's decoder
-            also depends on the rows below.
+        pictures: uint8 [n, 3, current height, W], on the CPU. The last rows may still change slightly, since the
+            dVAE's decoder also depends on the rows below.
     """
 
     caption: int
@@ -240,7 +240,7 @@ class Engine:
         if rows > part.previewed:
             part.previewed = rows
             tokens = part.generation.tokens[None, : len(numbers), : rows * width]
-            request.on_preview(numbers, self.models.decode(tokens, rows)[0])
+            request.on_preview(numbers, self.models.decode(tokens, rows)[0].cpu())
 
     def _finish(self, parts: list[_Part]) -> None:
         """Decode and score finished candidates, of the same number in each part."""

@@ -12,9 +12,23 @@ from starlette.exceptions import HTTPException
 
 from limner.errors import UserError
 from limner.serve.protocol import ApiError, ErrorBody
-from limner.serve.worker import Busy
 
-__all__ = ["NoModel", "add_error_handlers", "described", "error_body", "error_response"]
+__all__ = ["Busy", "NoModel", "add_error_handlers", "described", "error_body", "error_response"]
+
+_NOT_JSON = "the body is not a JSON object: send one, with `content-type: application/json`"
+_TYPES = {429: "rate_limit_error", 500: "server_error", 504: "server_error"}  # else invalid_request_error
+
+
+class Busy(Exception):
+    """Too many requests wait.
+
+    Attributes:
+        seconds: after which it is worth trying again.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"too many requests wait: try again in {seconds:.0f} seconds")
+        self.seconds = seconds
 
 
 class NoModel(Exception):
@@ -22,18 +36,15 @@ class NoModel(Exception):
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every exception with `ErrorBody`."""
+    """Answer exceptions that requests cause with `ErrorBody`; `security.Guard` answers all others."""
 
     async def handle(http: HttpRequest, error: Exception) -> Response:
-        status, message, param, code = described(error)
         headers = {"retry-after": str(round(error.seconds))} if isinstance(error, Busy) else None
         if isinstance(error, HTTPException):
             headers = error.headers
-        return error_response(status, message, param, code, headers)
+        return error_response(*described(error), headers)
 
-    for kind in (
-        RequestValidationError, ValidationError, UserError, Busy, NoModel, TimeoutError, HTTPException, Exception,
-    ):  # fmt: skip
+    for kind in (RequestValidationError, ValidationError, UserError, Busy, NoModel, TimeoutError, HTTPException):
         app.add_exception_handler(kind, handle)
 
 
@@ -42,9 +53,9 @@ def described(error: Exception) -> tuple[int, str, str | None, str | None]:
     match error:
         case RequestValidationError() | ValidationError():
             first = error.errors()[0]
-            where = [str(part) for part in first["loc"] if part != "body"]
+            param = ".".join(part for part in first["loc"] if isinstance(part, str) and part != "body")
             message = str(first["msg"]).removeprefix("Value error, ")
-            return 400, f"{'.'.join(where)}: {message}" if where else message, ".".join(where) or None, "invalid_value"
+            return 400, f"{param}: {message}" if param else _NOT_JSON, param or None, "invalid_value"
         case Busy():
             return 429, str(error), None, "queue_full"
         case NoModel():
@@ -53,14 +64,17 @@ def described(error: Exception) -> tuple[int, str, str | None, str | None]:
             return 400, str(error), None, "invalid_value"
         case TimeoutError():
             return 504, "drawing took too long: ask for fewer candidates", None, "timeout"
+        case HTTPException(status_code=400):  # from FastAPI, which could not decode the body
+            return 400, _NOT_JSON, None, "invalid_value"
         case HTTPException():
-            return error.status_code, str(error.detail), None, None
+            return error.status_code, f"{error.detail}: see the addresses and methods in /openapi.json", None, None
         case _:
             return 500, f"the server failed ({type(error).__name__}): try again", None, "server_error"
 
 
-def error_body(message: str, param: str | None, code: str | None, kind: str = "invalid_request_error") -> ErrorBody:
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorBody:
     """Return the body of an error."""
+    kind = _TYPES.get(status, "invalid_request_error")
     return ErrorBody(error=ApiError(message=message, type=kind, param=param, code=code))
 
 
@@ -69,5 +83,4 @@ def error_response(
     headers: Mapping[str, str] | None = None,
 ) -> Response:  # fmt: skip
     """Return the answer to a request that failed."""
-    kind = {429: "rate_limit_error", 500: "server_error", 504: "server_error"}.get(status, "invalid_request_error")
-    return JSONResponse(error_body(message, param, code, kind).model_dump(), status, headers)
+    return JSONResponse(error_body(status, message, param, code).model_dump(), status, headers)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,14 @@ from PIL import Image
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from limner import export
 from limner.data.image_decode import decode_image
 from limner.data.sample import Rejected
 from limner.errors import UserError, did_you_mean
 from limner.pipeline import TextToImage
+from limner.sampling.engine import Request
 from limner.serve.answers import NoModel, add_error_handlers, described, error_body, error_response
 from limner.serve.protocol import ErrorBody, Generate, Images, Model, Models
 from limner.serve.security import Guard
@@ -34,9 +38,7 @@ from limner.version import __version__
 
 __all__ = ["SHARED", "Routes", "create_app", "static"]
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    code: {"model": ErrorBody} for code in (400, 401, 403, 404, 405, 413, 429, 500, 504)
-}
+_ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorBody} for code in ("4XX", "5XX")}
 _KEEPALIVE_SECONDS = 15
 _FOLDER, SHARED = Path(__file__).parent / "page", Path(export.__file__).parent  # files of pages
 _PAGE = {
@@ -45,7 +47,9 @@ _PAGE = {
     "/page.css": ([SHARED / "page.css", _FOLDER / "page.css"], "text/css"),
 }
 _NOT_MULTIPART = "send multipart/form-data with `image` and `prompt`"
+_log = logging.getLogger("limner.serve")
 Policy = Callable[[str], str | None]
+Edit = tuple[bytes, bytes | None, int | None]  # picture, mask and rows of tokens to keep
 
 
 def create_app(
@@ -132,54 +136,51 @@ class Routes:
         rows = None if keep_rows is None else int(keep_rows[:9])
         return await self._draw(body, http, "image_edit", (picture, mask, rows))
 
-    async def _draw(
-        self, body: Generate, http: HttpRequest, prefix: str, edit: tuple[bytes, bytes | None, int | None] | None
-    ) -> Response:
+    async def _draw(self, body: Generate, http: HttpRequest, prefix: str, edit: Edit | None) -> Response:
         service = self._service(body.model)
         if reason := self.policy(body.prompt):
             return error_response(400, reason, param="prompt", code="content_policy_violation")
-        tokens = await asyncio.to_thread(_prime, service.pipe, *edit) if edit else None
-        request = service.request(body, http.state.client, tokens)
+        service.worker.require_room()  # before the work of an edit, and before a stream's status is sent
+        request = await asyncio.to_thread(_request, service, body, http.state.client, edit)
         if body.stream:
             events = self._stream(service, service.events(body, request, prefix))
             return StreamingResponse(events, media_type="text/event-stream")
-        with self._seconds.labels(service.name).time():
+        with self._measured(service):
             images = await _until_disconnect(http, service.images(body, request), self.timeout)
-        self._requests.labels(service.name, "ok" if images else "cancelled").inc()
-        if images is None:
-            return Response(status_code=499)
         self._pictures.labels(service.name).inc(len(images.data))
         return JSONResponse(images.model_dump())
 
-    async def _stream(self, service: Service, events: AsyncIterator[Any]) -> AsyncIterator[str]:
+    async def _stream(self, service: Service, events: AsyncGenerator[Any]) -> AsyncIterator[str]:
         """Yield server-sent events. An error in the middle is an event, since the status is sent already."""
-        iterator, status = aiter(events), "cancelled"
-        yield f": {len(service.worker.open)} before this one, about {service.worker.expected_seconds():.0f} s\n\n"
+        worker = service.worker
         try:
-            pending = asyncio.ensure_future(anext(iterator))
-            end = asyncio.get_running_loop().time() + self.timeout
-            while True:
-                if not (await asyncio.wait([pending], timeout=_KEEPALIVE_SECONDS))[0]:
-                    if asyncio.get_running_loop().time() > end:
-                        raise TimeoutError
-                    yield ": waiting\n\n"
-                    continue
-                event = pending.result()
-                if event.type.endswith(".completed"):
-                    self._pictures.labels(service.name).inc()
-                yield f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
-                pending = asyncio.ensure_future(anext(iterator))
-        except StopAsyncIteration:
-            status = "ok"
+            with self._measured(service):
+                yield f": {len(worker.open)} before this one, about {worker.expected_seconds():.0f} s\n\n"
+                async with aclosing(_with_keepalives(events, self.timeout)) as timed:
+                    async for event in timed:
+                        if event and event.type.endswith(".completed"):
+                            self._pictures.labels(service.name).inc()
+                        yield f"event: {event.type}\ndata: {event.model_dump_json()}\n\n" if event else ": waiting\n\n"
             yield "data: [DONE]\n\n"
         except Exception as error:
-            status = "error"
-            yield f"event: error\ndata: {error_body(*described(error)[1:]).model_dump_json()}\n\n"
+            answer = described(error)
+            if answer[0] == 500:
+                _log.exception("a stream failed")
+            yield f"event: error\ndata: {error_body(*answer).model_dump_json()}\n\n"
+
+    @contextmanager
+    def _measured(self, service: Service) -> Iterator[None]:
+        """Count a request by its end, and its seconds."""
+        begin, status = time.monotonic(), "error"
+        try:
+            yield
+            status = "ok"
+        except (ClientDisconnect, asyncio.CancelledError, GeneratorExit):
+            status = "cancelled"
+            raise
         finally:
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-            await iterator.aclose()  # type: ignore[attr-defined]  # an asynchronous generator
             self._requests.labels(service.name, status).inc()
+            self._seconds.labels(service.name).observe(time.monotonic() - begin)
 
     def _service(self, name: str | None) -> Service:
         if name is None:
@@ -215,6 +216,11 @@ def _model(service: Service) -> Model:
     return Model(id=service.name, created=service.created, about=about, size=service.pipe.size)
 
 
+def _request(service: Service, body: Generate, client: str, edit: Edit | None) -> Request:
+    """Return the request of the engine. Raises `UserError`. Long prompts and pictures take a while: not in the loop."""
+    return service.request(body, client, _prime(service.pipe, *edit) if edit else None)
+
+
 def _prime(pipe: TextToImage, picture: bytes, mask: bytes | None, keep_rows: int | None) -> Any:
     """Return the prompt tokens [S] of an edit. Without a mask and rows, the upper half stays."""
     if mask is None and keep_rows is None:
@@ -237,8 +243,8 @@ def _alpha(data: bytes) -> Image.Image | None:
     return alpha if alpha and alpha.getextrema()[0] == 0 else None
 
 
-async def _until_disconnect(http: HttpRequest, drawing: Coroutine[Any, Any, Images], timeout: float) -> Images | None:
-    """Return what a coroutine returns, or None if the client leaves before; then the coroutine is cancelled."""
+async def _until_disconnect(http: HttpRequest, drawing: Coroutine[Any, Any, Images], timeout: float) -> Images:
+    """Return what a coroutine returns. Cancels it and raises `ClientDisconnect` if the client leaves before."""
 
     async def disconnected() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -247,13 +253,37 @@ async def _until_disconnect(http: HttpRequest, drawing: Coroutine[Any, Any, Imag
     task, watcher = asyncio.ensure_future(drawing), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait([task, watcher], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done() and not watcher.done():
-            raise TimeoutError
-        return task.result() if task.done() else None
+        if not task.done():
+            raise ClientDisconnect if watcher.done() else TimeoutError
+        return task.result()
     finally:
         task.cancel()
         watcher.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _with_keepalives(events: AsyncGenerator[Any], timeout: float) -> AsyncGenerator[Any]:
+    """Yield the events, and None after seconds without one. Raises `TimeoutError` after `timeout` seconds."""
+    loop = asyncio.get_running_loop()
+    end, pending = loop.time() + timeout, None
+    try:
+        while True:
+            pending = pending or asyncio.ensure_future(anext(events))
+            seconds = min(_KEEPALIVE_SECONDS, end - loop.time())
+            if (await asyncio.wait([pending], timeout=max(0, seconds)))[0]:
+                done, pending = pending, None
+                yield done.result()
+            elif loop.time() >= end:
+                raise TimeoutError
+            else:
+                yield None
+    except StopAsyncIteration:
+        pass
+    finally:
+        if pending:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+        await events.aclose()
 
 
 def _edit_schema() -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import numpy as np
@@ -59,7 +59,7 @@ class Service:
                     return await asyncio.to_thread(self._images, body, event)
         raise AssertionError("the worker ended without a job")
 
-    async def events(self, body: Generate, request: Request, prefix: str) -> AsyncIterator[PartialImage | Completed]:
+    async def events(self, body: Generate, request: Request, prefix: str) -> AsyncGenerator[PartialImage | Completed]:
         """Draw a request, and yield partial pictures of its first candidates, then the best pictures."""
         counts = [0] * body.n
         async with aclosing(self.worker.draw(request)) as events:
@@ -117,7 +117,7 @@ class Service:
         )  # fmt: skip
         return Images(
             created=int(time.time()), data=pictures, output_format=body.output_format, size=size, usage=usage,
-            warnings=self._warnings(body, size),
+            warnings=self._warnings(body, size, text),
         )  # fmt: skip
 
     def _encode(self, body: Generate, drawing: Drawing) -> tuple[str, str]:
@@ -126,10 +126,12 @@ class Service:
         data = drawing.file(body.output_format, scale, body.output_compression)
         return base64.b64encode(data).decode(), f"{self.pipe.size * scale}x{self.pipe.size * scale}"
 
-    def _warnings(self, body: Generate, size: str) -> list[str]:
+    def _warnings(self, body: Generate, size: str, text_tokens: int) -> list[str]:
         warnings = [f"{name} has no effect" for name, value in (body.model_extra or {}).items() if value is not None]
         if body.size not in ("auto", size):
             warnings.append(f"the pictures are {size}: this model's side is {self.pipe.size}, times a whole number")
+        if text_tokens == self.pipe.prior.config.text_len:
+            warnings.append(f"the prompt has {text_tokens} tokens, as many as the model reads: more have no effect")
         return [warning[:200] for warning in warnings[:20]]
 
 

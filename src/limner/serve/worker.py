@@ -18,22 +18,11 @@ from torch import Tensor
 
 from limner.pipeline import TextToImage
 from limner.sampling.engine import Job, Request
+from limner.serve.answers import Busy
 
-__all__ = ["Busy", "Partial", "Worker"]
+__all__ = ["Partial", "Worker"]
 
 _RATE_SHARE = 0.2  # of the running mean of seconds per candidate
-
-
-class Busy(Exception):
-    """Too many requests wait.
-
-    Attributes:
-        seconds: after which it is worth trying again.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"too many requests wait: try again in {seconds:.0f} seconds")
-        self.seconds = seconds
 
 
 @dataclass(frozen=True)
@@ -57,7 +46,7 @@ class Worker:
 
     Args:
         pipe: nothing else may draw with it.
-        max_requests: more that wait or run at the same time are `Busy`.
+        max_requests: requests that may wait and run at the same time.
     """
 
     def __init__(self, pipe: TextToImage, max_requests: int = 64) -> None:
@@ -77,13 +66,17 @@ class Worker:
         """Seconds until a request that comes now is drawn, by the recent pace."""
         return max(1.0, self.seconds_per_candidate * self.waiting_candidates)
 
+    def require_room(self) -> None:
+        """Raise `Busy` if `max_requests` are open."""
+        if len(self.open) >= self.max_requests:
+            raise Busy(self.expected_seconds())
+
     async def draw(self, request: Request) -> AsyncGenerator[Partial | Job]:
         """Yield partial pictures, then the finished job. Closing the iterator cancels the request.
 
         Raises `Busy`, and `UserError` or another exception if drawing failed.
         """
-        if len(self.open) >= self.max_requests:
-            raise Busy(self.expected_seconds())
+        self.require_room()
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Any]()
         ticket = _Ticket(request, lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
         self.open.append(ticket)

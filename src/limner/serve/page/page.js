@@ -40,7 +40,8 @@ function say(text) { $("status").textContent = text; }
 
 function fail(error) {
   $("error").hidden = !error;
-  $("error").textContent = error ? error.message : "";
+  const lost = error instanceof TypeError;  // of fetch
+  $("error").textContent = lost ? `The connection ended (${error.message}): try again.` : (error?.message ?? "");
 }
 
 function figure(caption) {
@@ -103,7 +104,8 @@ async function draw(event) {
   const invalid = [...$("form").elements].find((field) => !field.checkValidity());
   if (invalid) { invalid.reportValidity(); return; }
   const caption = $("caption").value.trim();
-  if (running || !caption) return;
+  if (running) return say("Press Stop first: one request is drawn at a time.");
+  if (!caption) return fail(new Error("The caption is empty: describe the picture."));
   fail(null);
   running = new AbortController();
   $("stop").hidden = false;
@@ -116,7 +118,7 @@ async function draw(event) {
       show(shown[data.image_index], data);
       if (data.type.endsWith(".completed")) finished += 1;
       else say("Drawing …");
-      for (const warning of data.warnings ?? []) if (!warning.startsWith("model")) fail(new Error(warning));
+      for (const warning of data.warnings ?? []) fail(new Error(warning));
     });
     say(`Drew ${finished} of ${shown.length} pictures.`);
   } catch (error) {
