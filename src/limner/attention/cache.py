@@ -20,7 +20,7 @@ one kernel does the whole step (`triton_decode.py`).
 A step of several positions has a first position for each row, a tensor [M, 1]. Its later tokens may turn out to be
 wrong: decoding then continues from an earlier position, without copying. A ring has spare slots for these tokens. A
 slot of a later position counts as one too far back to be visible, and the next step overwrites it. Rows of any
-captions and positions may share a step (`KVCache.cat`).
+captions and positions may share a step (`KVCache.put`).
 
 Shapes: B captions, N candidates of each (at most, if they differ), M rows, H heads, P prefix, C head width; n positions
 held, L lanes (the columns of a pattern that sees only its own column, else 1), of which a position reads one; W
@@ -30,10 +30,9 @@ positions; K rows kept.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -42,10 +41,12 @@ from torch import Tensor
 from limner.attention.attention import AttentionFn
 from limner.attention.kv_store import KVStore, Position
 from limner.attention.patterns import Pattern
+from limner.attention.places import Places, group, ungroup
 from limner.numerics.compile_elementwise import can_launch_triton
 
 # A step that reads more than this part of a lane reads the whole lane under a mask, since a product copies slices.
 _FULL_READ_FRACTION = 1 / 4
+_MAX_TABLE_ROWS = 2  # rows of the table of `Places` for each row of a cache, up to which rows share a text
 
 
 @dataclass
@@ -134,13 +135,13 @@ class LayerKVCache:
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, places: Places | None) -> Tensor:
         """Attend from q [M, H, W, C] to the prefix and to keys and values [M, H, slots, C]."""
         b, w, q = len(self.prefix_keys), q.shape[2], q * q.shape[-1] ** -0.5
-        prefix_scores = _ungroup(_group(q, b, places) @ self.prefix_keys.transpose(2, 3), w, places)
+        prefix_scores = ungroup(group(q, b, places) @ self.prefix_keys.transpose(2, 3), w, places)
         image_scores = q @ keys.transpose(2, 3)
         if bias is not None:
             image_scores = image_scores + bias
         weights = torch.cat([prefix_scores, image_scores], -1).softmax(-1)  # accumulates in fp32 for every format
         p = self.prefix_keys.shape[2]
-        from_prefix = _ungroup(_group(weights[..., :p], b, places) @ self.prefix_values, w, places)
+        from_prefix = ungroup(group(weights[..., :p], b, places) @ self.prefix_values, w, places)
         return from_prefix + weights[..., p:] @ values
 
     def _fused(self, *states: Tensor) -> bool:
@@ -164,46 +165,19 @@ class LayerKVCache:
         return self.gap_bias[back].masked_fill_(back > step, -torch.inf)  # not yet written: back > step
 
 
-class Places(NamedTuple):
-    """Places of M rows in a table of B captions and N rows of each, some of them empty: index [M] into B * N."""
-
-    index: Int64[Tensor, " M"]
-    n: int
-
-    @classmethod
-    def of(cls, captions: Sequence[int], device: torch.device) -> Places | None:
-        """Return the places of rows, given the caption of each, or None if the table in order is the rows."""
-        counts, ranks = Counter[int](), []
-        for caption in captions:
-            ranks.append(counts[caption])
-            counts[caption] += 1
-        n = max(counts.values())
-        index = [caption * n + rank for caption, rank in zip(captions, ranks, strict=True)]
-        return None if index == list(range(n * len(counts))) else cls(torch.tensor(index, device=device), n)
-
-    def times(self, w: int) -> Places:
-        """Return the places of M * W rows, W for each row here."""
-        return Places((self.index[:, None] * w + torch.arange(w, device=self.index.device)).flatten(), self.n * w)
-
-
-def _group(x: Float[Tensor, "M H W K"], b: int, places: Places | None) -> Float[Tensor, "B H N*W K"]:
-    """Arrange rows by captions, so that one product serves all rows of a caption."""
-    if places:
-        x = x.new_zeros(b * places.n, *x.shape[1:]).index_copy_(0, places.index, x)
-    return x.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)
-
-
-def _ungroup(x: Float[Tensor, "B H N*W K"], w: int, places: Places | None) -> Float[Tensor, "M H W K"]:
-    rows = x.unflatten(2, (-1, w)).transpose(1, 2).flatten(0, 1)
-    return rows[places.index] if places else rows
-
-
 @lru_cache(maxsize=16)
 def _gap_bias(pattern: Pattern, ring_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return -inf for the steps back in a lane that the pattern does not see, else 0: [ring_size]."""
     with torch.inference_mode(False):
         visible = pattern.allows(pattern.num_lanes * torch.arange(ring_size, device="cpu"))
         return torch.zeros(ring_size, device="cpu").masked_fill_(~visible, -torch.inf).to(device, dtype)
+
+
+def _put(x: Tensor, y: Tensor, places: Sequence[int], dim: int) -> Tensor:
+    """Write `y` into `x` at places along a dimension; those after the last one extend it."""
+    inside = sum(place < x.shape[dim] for place in places)
+    x.index_copy_(dim, torch.tensor(places[:inside], dtype=torch.long, device=x.device), y.narrow(dim, 0, inside))
+    return torch.cat([x, y.narrow(dim, inside, len(places) - inside)], dim) if inside < len(places) else x
 
 
 @dataclass
@@ -213,10 +187,11 @@ class KVCache:
     layers: Sequence[LayerKVCache]
     length: Position = 0  # if a tensor [M, 1], of each row
     captions: Sequence[int] | None = None  # of each row; None if captions have equal numbers of rows, in order
+    texts: Sequence[Hashable] = ()  # of each caption; `put` needs them
 
     def __post_init__(self) -> None:
-        device = self.layers[0].prefix_keys.device
-        self.places = Places.of(self.captions, device) if self.captions else None
+        prefix = self.layers[0].prefix_keys
+        self.places = Places.of(self.captions, len(prefix), prefix.device) if self.captions else None
 
     @property
     def rows(self) -> int:
@@ -241,24 +216,43 @@ class KVCache:
         rows = rows.to(self.layers[0].prefix_keys.device)
         buffers = (x[used] if x.ndim == 4 else x[:, rows] for x in self.buffers)
         length = self.length[rows] if isinstance(self.length, Tensor) else self.length
-        return KVCache([layer.bind(buffers) for layer in self.layers], length, [used.index(x) for x in captions])
+        texts = [self.texts[i] for i in used] if self.texts else ()
+        return KVCache([layer.bind(buffers) for layer in self.layers], length, [used.index(x) for x in captions], texts)
 
-    @classmethod
-    def cat(cls, caches: Sequence[KVCache]) -> KVCache:
-        """Return the rows of all caches, each at its own position."""
-        captions: list[int] = []
-        for cache in caches:
-            offset = len(set(captions))
-            captions += [offset + caption for caption in cache.row_captions]
-        buffers = (torch.cat(x, 0 if x[0].ndim == 4 else 1) for x in zip(*(c.buffers for c in caches), strict=True))
-        device = caches[0].layers[0].prefix_keys.device
-        lengths = [torch.as_tensor(cache.length, device=device).expand(cache.rows, 1) for cache in caches]
-        return cls([layer.bind(buffers) for layer in caches[0].layers], torch.cat(lengths), captions)
+    def put(self, cache: KVCache, slots: Sequence[int]) -> None:
+        """Add rows of another cache, each at its own position: in place of the rows `slots`, then after the last row.
+
+        Rows of one text share its keys and values, unless that leaves much of the table of `Places` empty. Another text
+        takes the place of one without rows, if there is one.
+        """
+        captions, texts, lengths = list(self.row_captions), list(self.texts), self._row_lengths()
+        rows = [*slots, *range(self.rows, self.rows + cache.rows - len(slots))]
+        used = Counter(caption for i, caption in enumerate(captions) if i not in set(slots))
+        caption_of, added = {texts[caption]: caption for caption in used}, Counter(cache.row_captions)
+        most = _MAX_TABLE_ROWS * (used.total() + cache.rows) / max(1, len(used))  # rows of one text
+        new = [i for i, x in enumerate(cache.texts) if x not in caption_of or used[caption_of[x]] + added[i] > most]
+        unused = [i for i in range(len(texts)) if i not in used]
+        places = [*unused, *range(len(texts), len(texts) + len(new))][: len(new)]
+        for place, i in zip(places, new, strict=True):
+            caption_of[cache.texts[i]] = place
+            texts[place : place + 1] = [cache.texts[i]]
+        for row, caption in zip(rows, cache.row_captions, strict=True):
+            captions[row : row + 1] = [caption_of[cache.texts[caption]]]
+        buffers = (
+            _put(x, y[new], places, 0) if x.ndim == 4 else _put(x, y, rows, 1)
+            for x, y in zip(self.buffers, cache.buffers, strict=True)
+        )
+        self.layers = [layer.bind(buffers) for layer in self.layers]
+        self.length, self.captions, self.texts = _put(lengths, cache._row_lengths(), rows, 0), captions, texts
+        self.places = Places.of(captions, len(texts), lengths.device)
+
+    def _row_lengths(self) -> Int64[Tensor, "M 1"]:
+        return torch.as_tensor(self.length, device=self.layers[0].prefix_keys.device).expand(self.rows, 1).clone()
 
     def copy(self) -> KVCache:
         """Return a deep copy."""
         buffers = (x.clone() for x in self.buffers)
-        return KVCache([layer.bind(buffers) for layer in self.layers], self.length, self.captions)
+        return KVCache([layer.bind(buffers) for layer in self.layers], self.length, self.captions, self.texts)
 
     @property
     def buffers(self) -> list[Tensor]:

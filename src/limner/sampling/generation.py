@@ -100,7 +100,7 @@ class CacheRow(NamedTuple):
 
 
 class Layout:
-    """Indices of the rows of a cache.
+    """Indices of the rows of a cache, of which None are free: they repeat the tokens of another row.
 
     Attributes:
         generations: those that the rows belong to.
@@ -110,33 +110,39 @@ class Layout:
         samplers: each with its indices into `candidates`.
     """
 
-    def __init__(self, rows: Sequence[CacheRow], generations: Sequence[Generation], device: torch.device) -> None:
+    def __init__(
+        self, rows: Sequence[CacheRow | None], generations: Sequence[Generation], device: torch.device
+    ) -> None:
         sizes = [len(generation.request.candidates) for generation in generations]
         starts = dict(zip(map(id, generations), accumulate(sizes, initial=0), strict=False))
-        self.generations = list({id(row.generation): row.generation for row in rows}.values())
-        captioned = [i for i, row in enumerate(rows) if not row.empty]
-        empty = [i for i, row in enumerate(rows) if row.empty]
-        numbers = [starts[id(row.generation)] + row.candidate for row in rows]
+        used = {i: row for i, row in enumerate(rows) if row}
+        self.generations = list({id(row.generation): row.generation for row in used.values()}.values())
+        captioned = [i for i, row in used.items() if not row.empty]
+        empty = [i for i, row in used.items() if row.empty]
+        numbers = {i: starts[id(row.generation)] + row.candidate for i, row in used.items()}
         index = {numbers[i]: a for a, i in enumerate(captioned)}
         by_sampler: dict[Sampler, list[int]] = {}
         for a, i in enumerate(captioned):
-            by_sampler.setdefault(replace(rows[i].generation.request.sampler, guidance=None), []).append(a)
-        scales = [rows[i].generation.request.sampler.guidance for i in empty]
+            by_sampler.setdefault(replace(used[i].generation.request.sampler, guidance=None), []).append(a)
+        scales = [used[i].generation.request.sampler.guidance for i in empty]
 
         def tensor(x: Sequence[int]) -> Tensor:
             return torch.tensor(x, dtype=torch.long, device=device)
 
-        self.candidates, self.of_row = tensor([*index]), tensor([index[number] for number in numbers])
-        self.captioned, self.empty = tensor(captioned), tensor(empty)
-        one = len(by_sampler) == 1  # a slice does not copy
+        of_row = [index[numbers[i]] if i in numbers else 0 for i in range(len(rows))]
+        self.candidates, self.of_row = tensor([*index]), tensor(of_row)
+        self.empty, all_rows = tensor(empty), len(captioned) == len(rows)
+        self.captioned = slice(None) if all_rows else tensor(captioned)  # a slice does not copy
+        one = len(by_sampler) == 1
         self.samplers = [(sampler, slice(None) if one else tensor(i)) for sampler, i in by_sampler.items()]
         self._scale = torch.tensor(scales, device=device)[:, None, None] if empty else None
 
     def guided(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits given the captions, [A, W, V], and with guidance."""
+        caption = logits[self.captioned]
         if self._scale is None:
-            return logits, logits
-        caption, empty, with_guidance = logits[self.captioned], logits[self.empty], self.of_row[self.empty]
+            return caption, caption
+        empty, with_guidance = logits[self.empty], self.of_row[self.empty]
         guided = caption.index_copy(0, with_guidance, empty + self._scale * (caption[with_guidance] - empty))
         return caption, guided
 

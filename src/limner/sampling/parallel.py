@@ -19,7 +19,7 @@ the cache, W tokens of a step, B captions, T text positions, S image positions, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from limner.text import PAD
 
 __all__ = ["Batch", "Sampled", "check_finite", "generate"]
 
-_FINISHED_FRACTION = 1 / 4  # of the rows of a cache; then they leave it, which copies the others
+_FREE_FRACTION = 1 / 4  # of the rows of a cache; then they leave it, which copies the others
 
 
 class Batch:
@@ -51,9 +51,11 @@ class Batch:
     def __init__(self, decoder: TokenDecoder, rows: int = 1) -> None:
         self.decoder, (h, self._width) = decoder, decoder.config.grid
         self._window, self._length = Window(rows, min(decoder.max_window, h * self._width - 1)), h * self._width
-        self._generations: list[Generation] = []  # finished ones leave when many rows are finished
-        self._cache_rows: list[CacheRow] = []
+        self._generations: list[Generation] = []  # finished ones leave when requests join, or many rows are free
+        self._cache_rows: list[CacheRow | None] = []  # None: of a request that has left
+        self._free: list[bool] = []  # True for rows of the cache that requests which join may replace
         self._cache: KVCache | None = None
+        self._first_logits: dict[Hashable, Tensor] = {}  # [1, V], by the texts of the cache
 
     @property
     def generations(self) -> list[Generation]:
@@ -62,17 +64,15 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Number of rows of the cache."""
-        return len(self._cache_rows)
+        """Number of rows of the cache that are not free."""
+        return self._free.count(False)
 
     @torch.inference_mode()
     def add(self, requests: Sequence[TokenRequest]) -> list[Generation]:
         """Read captions and prompts, and sample the first token of each candidate."""
         texts = [request.text for request in requests]
         empty = [torch.full_like(request.text, PAD) for request in requests if request.sampler.guided]
-        captions, rows = torch.stack(texts + empty).unique(dim=0, return_inverse=True)
-        cache, logits = self.decoder.prefill(captions, self._window.sizes[-1])
-        cache, logits = cache.select(rows), logits[rows]
+        cache, logits = self._read(torch.stack(texts + empty))
         prompts, nll = common_prompts(requests), logits.new_zeros(len(requests))
         for part in prompts.split(self._window.sizes[-1], 1) if prompts.numel() else ():
             logits = torch.cat([logits[:, -1:], self.decoder.step(cache, part)], 1)
@@ -85,20 +85,56 @@ class Batch:
         cache_rows = [CacheRow(g, i, empty) for g, empty in sources for i in range(len(g.request.candidates))]
         copies = torch.tensor([len(g.request.candidates) for g, _ in sources])
         rows = torch.arange(len(sources)).repeat_interleave(copies)
-        cache = cache.select(rows)
+        self._join(cache.select(rows), cache_rows)
         self._generations += new
-        self._cache_rows += cache_rows
-        self._cache = KVCache.cat([self._cache, cache]) if self._cache else cache
         self._arrange()
         layout = Layout(cache_rows, self._generations, logits.device)
         self._sample(layout, given, logits[:, -1:][rows.to(logits.device)])
         return new
 
+    def _read(self, text: Int64[Tensor, "K T"]) -> tuple[KVCache, Float32[Tensor, "K 1 V"]]:
+        """Return a cache with a row for each text, and the logits of its first token. Rows that have the text are
+        copied; the model reads other texts."""
+        texts = [tuple(row) for row in text.tolist()]
+        rows = {self._cache.texts[x]: i for i, x in enumerate(self._cache.row_captions)} if self._cache else {}
+        copied = {x: rows[x] for x in texts if x in rows}
+        new = {x: i for i, x in enumerate(texts) if x not in rows}
+        caches = list[KVCache]()
+        if self._cache and copied:
+            caches.append(self._cache.select(torch.tensor([*copied.values()])))
+            caches[0].length = 0 * caches[0].length
+        if new:
+            cache, logits = self.decoder.prefill(text[[*new.values()]], self._window.sizes[-1])
+            cache.texts = [*new]
+            caches.append(cache)
+            self._first_logits |= zip(new, logits, strict=True)
+        for cache in caches[1:]:
+            caches[0].put(cache, ())
+        place = {x: i for i, x in enumerate([*copied, *new])}
+        cache = caches[0].select(torch.tensor([place[x] for x in texts]))
+        return cache, torch.stack([self._first_logits[x] for x in texts])
+
+    def _join(self, cache: KVCache, rows: Sequence[CacheRow]) -> None:
+        """Add rows of another cache, first in place of free ones."""
+        free = [i for i, is_free in enumerate(self._free) if is_free]
+        for i in free:
+            self._cache_rows[i] = None
+        slots = free[: len(rows)]
+        if self._cache:
+            self._cache.put(cache, slots)
+        else:
+            self._cache = cache
+        for i, row in zip(slots, rows, strict=False):
+            self._cache_rows[i] = row
+        self._cache_rows += rows[len(slots) :]
+        self._first_logits = {text: self._first_logits[text] for text in self._cache.texts}
+
     @torch.inference_mode()
     def remove(self, generation: Generation) -> None:
         """Stop sampling a request."""
-        self._generations.remove(generation)
-        self._keep([i for i, row in enumerate(self._cache_rows) if row.generation is not generation])
+        self._cache_rows = [None if row and row.generation is generation else row for row in self._cache_rows]
+        self._release([row is None or free for row, free in zip(self._cache_rows, self._free, strict=True)])
+        self._arrange()
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -150,26 +186,29 @@ class Batch:
         if w == 1:
             for generation in layout.generations:
                 generation.position = min(generation.position + 1, self._length)
-            self._window.update([1], 1, self.size)
-            finished = [row.generation.finished for row in self._cache_rows]
+            self._window.update([1], 1, len(self._cache_rows))
+            free = [row is None or row.generation.finished for row in self._cache_rows]
         else:  # a GPU waits here
-            self._window.update([n for n in gained.sum(1).tolist() if n], w, self.size)
+            self._window.update([n for n in gained.sum(1).tolist() if n], w, len(self._cache_rows))
             for generation in layout.generations:
                 generation.position = int(generation.rows.final.min())
             finished = (rows.final[candidates] == self._length)[layout.of_row].tolist()  # of all rows
-        if sum(finished) >= _FINISHED_FRACTION * self.size:
-            self._keep([i for i, done in enumerate(finished) if not done])
+            free = [row is None or done for row, done in zip(self._cache_rows, finished, strict=True)]
+        self._release(free)
 
-    def _keep(self, kept: list[int]) -> None:
-        """Keep rows of the cache, and the requests that have some."""
-        self._cache_rows = [self._cache_rows[i] for i in kept]
-        present = {id(row.generation) for row in self._cache_rows}
-        self._generations = [generation for generation in self._generations if id(generation) in present]
-        self._cache = self._cache.select(torch.tensor(kept)) if self._cache and kept else None
-        self._arrange()
+    def _release(self, free: list[bool]) -> None:
+        """Let requests that join replace rows. Many free rows leave the cache."""
+        self._free = free
+        if sum(free) >= _FREE_FRACTION * len(free):
+            kept = [i for i, is_free in enumerate(free) if not is_free]
+            self._cache_rows, self._free = [self._cache_rows[i] for i in kept], [False] * len(kept)
+            self._cache = self._cache.select(torch.tensor(kept)) if self._cache and kept else None
+            self._arrange()
 
     def _arrange(self) -> None:
-        """Hold the state of all requests in common tensors, of which each request has a view."""
+        """Hold the state of all requests with rows in common tensors, of which each request has a view."""
+        present = {id(row.generation) for row in self._cache_rows if row}
+        self._generations = [generation for generation in self._generations if id(generation) in present]
         if not self._generations:
             return
         sizes = [len(generation.request.candidates) for generation in self._generations]

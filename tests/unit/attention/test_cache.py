@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch.overrides import TorchFunctionMode
 
 from limner.attention.attention import Attention, attend, attention_mask
@@ -168,3 +168,49 @@ def test_windows_give_the_logits_of_single_steps(pattern, store):
             torch.testing.assert_close(logits[right], expected.gather(1, at)[right], atol=1e-5, rtol=1e-5)
             begin = (begin + accepted).clamp(max=11)
         assert bool((begin == 11).all())
+
+
+def row_of(text: int, position: int, content: float) -> KVCache:
+    """A cache of one row of a text, whose slots hold a number."""
+    prefix = torch.randn(2, 1, 2, 3, 4, generator=torch.Generator().manual_seed(text))
+    layers = [LayerKVCache.from_prefix(PATTERNS[kind]((3, 3), 3), *prefix, window=2) for kind in ("row", "column")]
+    for x in layers[0].buffers[2:] + layers[1].buffers[2:]:
+        x.fill_(content)
+    return KVCache(layers, torch.tensor([[position]]), texts=[text])
+
+
+@given(
+    joins=st.lists(
+        st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 4)), min_size=1, max_size=8
+    ),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+@example(joins=[([0, 0, 1, 2], 0), ([1], 1)], seed=0)  # leaves a text without rows
+def test_rows_in_place_of_others_attend_as_alone(joins, seed):
+    """Each join brings rows of some texts and replaces some rows."""
+    generator, rows, cache = torch.Generator().manual_seed(seed), list[KVCache](), None
+    for texts, replaced in joins:
+        positions = torch.randint(8, (len(texts),), generator=generator).tolist()
+        new = [
+            row_of(text, position, len(rows) + i)
+            for i, (text, position) in enumerate(zip(texts, positions, strict=True))
+        ]
+        joining = new[0].copy()
+        for row in new[1:]:
+            joining.put(row, ())
+        count = min(replaced, len(rows), len(new))
+        slots = torch.randperm(len(rows), generator=generator)[:count].tolist()
+        if cache is None:
+            cache = joining
+        else:
+            cache.put(joining, slots)
+        for slot, row in zip(slots, new, strict=False):
+            rows[slot] = row
+        rows += new[count:]
+        assert cache.rows == len(rows) and cache.length.flatten().tolist() == [int(row.length) for row in rows]
+        assert len(cache.texts) == len(cache.layers[0].prefix_keys)
+    q = torch.randn(3, len(rows), 2, 1, 4, generator=generator)
+    for i, layer in enumerate(cache.copy().attention_fns()):
+        expected = [row.copy().attention_fns()[i](*q[:, j : j + 1]) for j, row in enumerate(rows)]
+        torch.testing.assert_close(layer(*q), torch.cat(expected))

@@ -370,3 +370,39 @@ def test_equal_captions_are_stored_once():
     batch.add([TokenRequest(text=text, candidates=range(2), sampler=Sampler(guidance=2)) for text in captions])
     assert batch._cache and len(batch._cache.layers[0].prefix_keys) == 3  # two captions and the empty one
     assert batch.size == 12
+
+
+def test_requests_that_join_take_the_rows_of_finished_ones_and_read_new_texts_only():
+    model, read = prior(), []
+    decoder = TokenDecoder(model)
+    prefill = decoder.prefill
+    decoder.prefill = lambda text, window=1: read.extend(text.tolist()) or prefill(text, window)
+    batch, waiting = Batch(decoder, 4), [
+        TokenRequest(text=TEXT[seed % 2], candidates=range(1), sampler=Sampler(guidance=1 + seed % 3), seed=seed)
+        for seed in range(16)
+    ]  # fmt: skip
+    generations, rows = batch.add(waiting[:4]), []
+    while batch.generations:
+        batch.step()
+        joining = min(4 - len(batch.generations), 16 - len(generations))
+        if joining and batch.generations:
+            generations += batch.add(waiting[len(generations) :][:joining])
+        rows.append(batch._cache.rows if batch._cache else 0)
+    assert len(generations) == 16 and max(rows) <= 8  # with guidance, a request has two rows
+    assert len(read) < 16
+    for generation in generations:
+        expected = alone(decoder_of(model, 1), generation.request).tokens[0]
+        assert torch.equal(generation.tokens, expected)
+
+
+@pytest.mark.parametrize(("popular", "texts"), [(1, 12), (6, 13), (12, 1)])
+def test_a_text_of_many_rows_does_not_widen_the_table_of_the_others(popular, texts):
+    """Twelve requests join in order, of which some have one caption and each other its own."""
+    batch = Batch(TokenDecoder(prior()))
+    for i in range(12):
+        text = TEXT[0] if i < popular else torch.tensor([9 + i, 1, 1, PAD, PAD])
+        batch.add([TokenRequest(text=text, candidates=range(1), sampler=Sampler(), seed=i)])
+    cache = batch._cache
+    assert cache and len(cache.texts) <= texts and len(set(cache.texts)) == 13 - popular
+    table = len(cache.texts) if cache.places is None else cache.places.n * len(cache.texts)
+    assert table <= 2 * 2 * 12
