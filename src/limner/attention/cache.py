@@ -29,7 +29,6 @@ positions; K rows kept.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -46,7 +45,6 @@ from limner.numerics.compile_elementwise import can_launch_triton
 
 # A step that reads more than this part of a lane reads the whole lane under a mask, since a product copies slices.
 _FULL_READ_FRACTION = 1 / 4
-_MAX_TABLE_ROWS = 2  # rows of the table of `Places` for each row of a cache, up to which rows share a text
 
 
 @dataclass
@@ -134,14 +132,17 @@ class LayerKVCache:
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, places: Places | None) -> Tensor:
         """Attend from q [M, H, W, C] to the prefix and to keys and values [M, H, slots, C]."""
-        b, w, q = len(self.prefix_keys), q.shape[2], q * q.shape[-1] ** -0.5
-        prefix_scores = ungroup(group(q, b, places) @ self.prefix_keys.transpose(2, 3), w, places)
+        prefix_keys, prefix_values = self.prefix_keys, self.prefix_values
+        if places and places.captions is not None:
+            prefix_keys, prefix_values = prefix_keys[places.captions], prefix_values[places.captions]
+        b, _, p, _ = prefix_keys.shape
+        w, q = q.shape[2], q * q.shape[-1] ** -0.5
+        prefix_scores = ungroup(group(q, b, places) @ prefix_keys.transpose(2, 3), w, places)
         image_scores = q @ keys.transpose(2, 3)
         if bias is not None:
             image_scores = image_scores + bias
         weights = torch.cat([prefix_scores, image_scores], -1).softmax(-1)  # accumulates in fp32 for every format
-        p = self.prefix_keys.shape[2]
-        from_prefix = ungroup(group(weights[..., :p], b, places) @ self.prefix_values, w, places)
+        from_prefix = ungroup(group(weights[..., :p], b, places) @ prefix_values, w, places)
         return from_prefix + weights[..., p:] @ values
 
     def _fused(self, *states: Tensor) -> bool:
@@ -222,15 +223,13 @@ class KVCache:
     def put(self, cache: KVCache, slots: Sequence[int]) -> None:
         """Add rows of another cache, each at its own position: in place of the rows `slots`, then after the last row.
 
-        Rows of one text share its keys and values, unless that leaves much of the table of `Places` empty. Another text
-        takes the place of one without rows, if there is one.
+        A text of a row that stays is stored once. Another text takes the place of one without rows, if there is one.
         """
         captions, texts, lengths = list(self.row_captions), list(self.texts), self._row_lengths()
         rows = [*slots, *range(self.rows, self.rows + cache.rows - len(slots))]
-        used = Counter(caption for i, caption in enumerate(captions) if i not in set(slots))
-        caption_of, added = {texts[caption]: caption for caption in used}, Counter(cache.row_captions)
-        most = _MAX_TABLE_ROWS * (used.total() + cache.rows) / max(1, len(used))  # rows of one text
-        new = [i for i, x in enumerate(cache.texts) if x not in caption_of or used[caption_of[x]] + added[i] > most]
+        used = {caption for i, caption in enumerate(captions) if i not in set(slots)}
+        caption_of = {texts[caption]: caption for caption in used}
+        new = [i for i, text in enumerate(cache.texts) if text not in caption_of]
         unused = [i for i in range(len(texts)) if i not in used]
         places = [*unused, *range(len(texts), len(texts) + len(new))][: len(new)]
         for place, i in zip(places, new, strict=True):

@@ -16,26 +16,41 @@ from torch import Tensor
 __all__ = ["Places", "group", "ungroup"]
 
 
+_MAX_TABLE_ROWS = 2  # rows of the table for each row of a cache; else captions with many rows take several entries
+
+
 class Places(NamedTuple):
-    """Places of M rows in a table of B captions and N rows of each, some of them empty: index [M] into B * N."""
+    """Places of M rows in a table of B entries and N rows of each, some of them empty: index [M] into B * N.
+
+    `captions` are those of the entries, [B]; None if the entries are the captions.
+    """
 
     index: Int64[Tensor, " M"]
     n: int
+    captions: Int64[Tensor, " B"] | None
 
     @classmethod
     def of(cls, captions: Sequence[int], b: int, device: torch.device) -> Places | None:
-        """Return the places of rows, given the caption of each, or None if the table in order is the rows."""
+        """Return the places of rows, given the caption of each of them, or None if the table in order is the rows."""
         counts, ranks = Counter[int](), []
         for caption in captions:
             ranks.append(counts[caption])
             counts[caption] += 1
-        n = max(counts.values())
-        index = [caption * n + rank for caption, rank in zip(captions, ranks, strict=True)]
-        return None if index == list(range(n * b)) else cls(torch.tensor(index, device=device), n)
+        n, entries = max(counts.values()), {(caption, 0): caption for caption in range(b)}
+        if n * b > _MAX_TABLE_ROWS * len(captions):
+            n = -(-len(captions) // b)
+        index = []
+        for caption, rank in zip(captions, ranks, strict=True):
+            index.append(entries.setdefault((caption, rank // n), len(entries)) * n + rank % n)
+        if index == list(range(n * b)):
+            return None
+        of_entries = torch.tensor([caption for caption, _ in entries], device=device) if len(entries) > b else None
+        return cls(torch.tensor(index, device=device), n, of_entries)
 
     def times(self, w: int) -> Places:
         """Return the places of M * W rows, W for each row here."""
-        return Places((self.index[:, None] * w + torch.arange(w, device=self.index.device)).flatten(), self.n * w)
+        index = (self.index[:, None] * w + torch.arange(w, device=self.index.device)).flatten()
+        return self._replace(index=index, n=self.n * w)
 
 
 def group(x: Float[Tensor, "M H W K"], b: int, places: Places | None) -> Float[Tensor, "B H N*W K"]:
