@@ -30,7 +30,7 @@ from limner.validation import SEEDS, InvalidSetting
 
 __all__ = ["Candidates", "Engine", "Job", "OnPreview", "Preview", "Request", "caption_seeds"]
 
-# A request that joins copies all rows of the cache: few wait for others, for at most some steps.
+# Joining reads captions and arranges all rows: few requests wait for others, for at most some steps.
 _JOINING_FRACTION, _MAX_DELAY = 1 / 4, 4  # of the rows; steps
 OnPreview = Callable[["Preview"], object]
 

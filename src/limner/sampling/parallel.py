@@ -92,7 +92,7 @@ class Batch:
         self._sample(layout, given, logits[:, -1:][rows.to(logits.device)])
         return new
 
-    def _read(self, text: Int64[Tensor, "K T"]) -> tuple[KVCache, Float32[Tensor, "K 1 V"]]:
+    def _read(self, text: Int64[Tensor, "B T"]) -> tuple[KVCache, Float32[Tensor, "B 1 V"]]:
         """Return a cache with a row for each text, and the logits of its first token. Rows that have the text are
         copied; the model reads other texts."""
         texts = [tuple(row) for row in text.tolist()]

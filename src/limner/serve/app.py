@@ -29,7 +29,6 @@ from limner.data.image_decode import decode_image
 from limner.data.sample import Rejected
 from limner.errors import UserError, did_you_mean
 from limner.pipeline import TextToImage
-from limner.sampling.engine import Request
 from limner.serve.answers import NoModel, add_error_handlers, described, error_body, error_response
 from limner.serve.protocol import ErrorBody, Generate, Images, Model, Models
 from limner.serve.security import Guard
@@ -141,7 +140,8 @@ class Routes:
         if reason := self.policy(body.prompt):
             return error_response(400, reason, param="prompt", code="content_policy_violation")
         service.worker.require_room()  # before the work of an edit, and before a stream's status is sent
-        request = await asyncio.to_thread(_request, service, body, http.state.client, edit)
+        tokens = await asyncio.to_thread(_prime, service.pipe, *edit) if edit else None
+        request = await asyncio.to_thread(service.request, body, http.state.client, tokens)  # a long prompt takes 50 ms
         if body.stream:
             events = self._stream(service, service.events(body, request, prefix))
             return StreamingResponse(events, media_type="text/event-stream")
@@ -152,21 +152,26 @@ class Routes:
 
     async def _stream(self, service: Service, events: AsyncGenerator[Any]) -> AsyncIterator[str]:
         """Yield server-sent events. An error in the middle is an event, since the status is sent already."""
-        worker = service.worker
         try:
             with self._measured(service):
-                yield f": {len(worker.open)} before this one, about {worker.expected_seconds():.0f} s\n\n"
+                before, seconds = len(service.worker.open), service.worker.expected_seconds()
+                yield f": {before} before this one, about {seconds:.0f} s\n\n"
                 async with aclosing(_with_keepalives(events, self.timeout)) as timed:
                     async for event in timed:
-                        if event and event.type.endswith(".completed"):
-                            self._pictures.labels(service.name).inc()
-                        yield f"event: {event.type}\ndata: {event.model_dump_json()}\n\n" if event else ": waiting\n\n"
+                        yield self._event(service, event)
             yield "data: [DONE]\n\n"
         except Exception as error:
             answer = described(error)
             if answer[0] == 500:
                 _log.exception("a stream failed")
             yield f"event: error\ndata: {error_body(*answer).model_dump_json()}\n\n"
+
+    def _event(self, service: Service, event: Any) -> str:
+        """Return a server-sent event, or a comment for None. Counts finished pictures."""
+        if event is None:
+            return ": waiting\n\n"
+        self._pictures.labels(service.name).inc(event.type.endswith(".completed"))
+        return f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
 
     @contextmanager
     def _measured(self, service: Service) -> Iterator[None]:
@@ -214,11 +219,6 @@ def static(content: bytes, kind: str) -> Callable[[], Response]:
 def _model(service: Service) -> Model:
     about = str(service.pipe.info.get("about") or "")
     return Model(id=service.name, created=service.created, about=about, size=service.pipe.size)
-
-
-def _request(service: Service, body: Generate, client: str, edit: Edit | None) -> Request:
-    """Return the request of the engine. Raises `UserError`. Long prompts and pictures take a while: not in the loop."""
-    return service.request(body, client, _prime(service.pipe, *edit) if edit else None)
 
 
 def _prime(pipe: TextToImage, picture: bytes, mask: bytes | None, keep_rows: int | None) -> Any:
