@@ -37,7 +37,9 @@ from limner.version import __version__
 
 __all__ = ["SHARED", "Routes", "create_app", "static"]
 
-_ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorBody} for code in ("4XX", "5XX")}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"model": ErrorBody} for code in (400, 401, 403, 404, 405, 408, 413, 429, 500, 504)
+}
 _KEEPALIVE_SECONDS = 15
 _FOLDER, SHARED = Path(__file__).parent / "page", Path(export.__file__).parent  # files of pages
 _PAGE = {

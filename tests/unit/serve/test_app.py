@@ -92,7 +92,7 @@ def test_a_prompt_that_fills_the_model_has_a_warning(client):
 def test_the_description_lists_the_statuses_of_errors(client):
     for operations in client.get("/openapi.json").json()["paths"].values():
         for operation in operations.values():
-            assert list(operation["responses"]) == ["200", "4XX", "5XX"]
+            assert {"200", "400", "408", "413", "429", "500", "504"} <= set(operation["responses"])
 
 
 def test_a_stream_ends_in_time_and_says_that_it_waits(monkeypatch):
