@@ -39,7 +39,7 @@ MODEL = DVAEConfig(
 )
 NOISE = 16  # standard deviation of the noise of pictures, of 255
 TAU, BETA = 1 / 16, 6.6  # the paper's last values
-SEEDS, SETTINGS = range(3), {"steps": 300, "batch": 32, "lr": 1e-2}
+SEEDS, SETTINGS = range(8), {"steps": 300, "batch": 32, "lr": 1e-2}
 QUICK = {**SETTINGS, "steps": 8, "batch": 8}
 
 

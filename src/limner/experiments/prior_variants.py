@@ -32,7 +32,7 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.text import PAD
 
 MODEL, OBJECTIVE = replace(PRIOR, width=48, depth=3, kernel=5), Autoregressive()
-SEEDS, SETTINGS = range(3), {"steps": 300, "batch": 32, "lr": 4e-3}
+SEEDS, SETTINGS = range(8), {"steps": 300, "batch": 32, "lr": 4e-3}
 QUICK = {**SETTINGS, "steps": 4, "batch": 8}
 HELD_OUT, FEW_SCENES = 512, 256
 TEMPERATURE = 0.02  # of squared distances between patches and codes, in q
