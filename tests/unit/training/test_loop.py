@@ -261,7 +261,7 @@ def test_a_loss_that_leaves_its_range_ends_the_run_and_is_not_saved(tmp_path: Pa
 
 
 def test_a_loss_that_is_not_finite_at_the_end_is_an_error_and_no_result(tmp_path: Path) -> None:
-    """Also in fewer steps than `max_bad_steps`; a gradient that overflows in the last step is no error."""
+    """Also in fewer steps than `max_bad_steps`; a gradient that overflows in the last step only counts."""
     config = replace(CONFIG, max_bad_steps=9, checkpoint_every=5)
     with pytest.raises(UserError, match=r"after step 12: 2 updates in a row .* not finite; .*step-00000010"):
         train(TrainState(model(), breaks(10, 11, where="loss"), config), stream(), tmp_path / "loss")
