@@ -104,9 +104,8 @@ def _results(votes: Sequence[Vote], who: str) -> list[EvalResult]:
     majorities, strengths, by_question = {}, {}, _by_question(votes)
     for question in filter(by_question.get, QUESTIONS):
         asked = by_question[question]
-        alpha = krippendorff_alpha(list(_by_pair(asked).values()))
         for names, group in _by_models(asked):
-            majorities[f"{question}: {names[0]} over {names[1]}"] = _majority(group, names[0], alpha)
+            majorities[f"{question}: {names[0]} over {names[1]}"] = _majority(group, names[0])
         models = sorted({name for vote in asked for name in (vote.first, vote.second)})
         pairs = np.array([[models.index(vote.first), models.index(vote.second)] for vote in asked])
         fitted = fit_strengths(pairs, np.array([_OUTCOMES[vote.choice] for vote in asked]), len(models))
@@ -119,8 +118,8 @@ def _results(votes: Sequence[Vote], who: str) -> list[EvalResult]:
     ]
 
 
-def _majority(votes: Sequence[Vote], model: str, alpha: float) -> dict[str, Estimate]:
-    """Return the share of decided pairs that `model` won; a pair without a majority is undecided."""
+def _majority(votes: Sequence[Vote], model: str) -> dict[str, Estimate]:
+    """Return the share of decided pairs that `model` won, if there are any; a pair without a majority is undecided."""
     wins = []
     for pair in _group(votes, lambda vote: vote.pair).values():
         counts = Counter({"equal": 0, **Counter(_chosen(vote) for vote in pair)})
@@ -128,13 +127,13 @@ def _majority(votes: Sequence[Vote], model: str, alpha: float) -> dict[str, Esti
         if best != "equal" and all(count < most for _, count in others):
             wins.append(float(best == model))
     pairs = len({vote.pair for vote in votes})
-    share = proportion(np.array(wins), [str(i) for i in range(len(wins))]) if wins else Estimate(value=0.5, spec=".1%")
+    share = {"won": proportion(np.array(wins), [str(i) for i in range(len(wins))])} if wins else {}
     return {
-        "won": share,
+        **share,
         "decided": Estimate(value=len(wins), spec=",.0f"),
         "pairs": Estimate(value=pairs, spec=",.0f"),
         "votes": Estimate(value=len(votes), spec=",.0f"),
-        "agreement (alpha)": Estimate(value=alpha),
+        "agreement (alpha)": Estimate(value=krippendorff_alpha(list(_by_pair(votes).values()))),
     }
 
 
@@ -160,9 +159,10 @@ def _voters(votes: Sequence[Vote]) -> dict[str, dict[str, Estimate]]:
             "votes": Estimate(value=len(own), spec=",.0f"),
             "seconds": Estimate(value=seconds, spec=".1f"),
             "checks right": Estimate(value=sum(checks), spec=".0f", total=len(checks)),
-            "with the majority of others": Estimate(value=float(np.mean(agreed)) if agreed else 0.0, spec=".0%"),
             "careless": Estimate(value=float(careless)),
         }
+        if agreed:
+            rows[name]["with the majority of others"] = Estimate(value=float(np.mean(agreed)), spec=".0%")
     return rows
 
 

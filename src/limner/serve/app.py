@@ -47,7 +47,7 @@ _PAGE = {
     "/page.js": ([_FOLDER / "page.js"], "text/javascript"),
     "/page.css": ([SHARED / "page.css", _FOLDER / "page.css"], "text/css"),
 }
-_NOT_MULTIPART = "send multipart/form-data with `image` and `prompt`"
+_NOT_MULTIPART = "send multipart/form-data with one `image` and `prompt`"
 _log = logging.getLogger("limner.serve")
 Policy = Callable[[str], str | None]
 Edit = tuple[bytes, bytes | None, int | None]  # picture, mask and rows of tokens to keep
@@ -124,10 +124,10 @@ class Routes:
             async with http.form(max_files=3, max_fields=50) as form:
                 files = {key: value for key, value in form.multi_items() if isinstance(value, UploadFile)}
                 values = {key: value for key, value in form.multi_items() if isinstance(value, str)}
-                image = files.get("image") or files.get("image[]")
-                if image is None:
+                images = [*form.getlist("image"), *form.getlist("image[]")]
+                if len(images) != 1 or not isinstance(images[0], UploadFile):
                     raise UserError(_NOT_MULTIPART)
-                picture, mask = await image.read(), await files["mask"].read() if "mask" in files else None
+                picture, mask = await images[0].read(), await files["mask"].read() if "mask" in files else None
         except (HTTPException, AssertionError):
             raise UserError(_NOT_MULTIPART) from None
         keep_rows = values.pop("keep_rows", None)

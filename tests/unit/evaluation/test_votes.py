@@ -34,7 +34,17 @@ def test_the_majority_decides_a_pair():
 
 def test_two_choices_of_equal_number_do_not_decide_a_pair():
     votes = [vote("x", 0, "first"), vote("y", 0, "second"), vote("x", 1, "first"), vote("y", 1, "equal")]
-    assert tables(votes)[0].rows["realism: a over b"]["decided"].value == 0
+    row = tables(votes)[0].rows["realism: a over b"]
+    assert row["decided"].value == 0 and "won" not in row
+
+
+def test_agreement_is_that_of_the_two_models():
+    votes = careful(dict.fromkeys(range(8), "first") | {8: "second"})
+    votes += [vote(f"voter {i}", pair, ("first", "second")[(i + pair) % 2], "c") for i in range(4) for pair in range(6)]
+    rows = tables(votes)[0].rows
+    assert (
+        rows["realism: a over b"]["agreement (alpha)"].value == 1 > rows["realism: a over c"]["agreement (alpha)"].value
+    )
 
 
 @pytest.mark.parametrize(

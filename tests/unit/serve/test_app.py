@@ -46,6 +46,13 @@ def test_an_error_says_what_is_wrong_and_what_to_do(client, method, path, conten
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("names", [("image", "image"), ("image[]", "image[]"), ("image", "image[]"), ()])
+def test_an_edit_has_one_picture(client, names):
+    files = [(name, ("a.png", b"", "image/png")) for name in names] or [("mask", ("a.png", b"", "image/png"))]
+    answer = client.post("/v1/images/edits", data={"prompt": "a"}, files=files)
+    assert answer.status_code == 400 and "with one `image`" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", [GENERATIONS, "/v1/images/edits"])
 def test_a_body_without_a_length_is_bounded(client, path):
     answer = client.post(path, content=chunks(25), headers=JSON)
