@@ -111,7 +111,7 @@ def _load(
     run: TrainState, stream: Batches, hooks: Sequence[Hook], tensors: Tensors, state: Mapping[str, Any], where: str
 ) -> None:
     fill_model(run.model, tensors["model"], where)
-    load_optimizers(run.model, run.optimizers, tensors["optimizer"], where)
+    load_optimizers(run.model, run.optimizers, tensors.get("optimizer", {}), where)  # {} if all updates were skipped
     if run.ema:
         run.ema.load_state_dict(tensors["ema"])
     stream.load_state_dict(state["parts"]["stream"])

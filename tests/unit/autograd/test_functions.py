@@ -16,6 +16,7 @@ from torch.func import functional_call
 import limner
 from limner.attention.patterns import PATTERNS
 from limner.attention.sparse import SparseAttention
+from limner.experiments.float8 import DelayedScalingLinear
 from limner.models.contrastive import CLIPConfig
 from limner.models.transformer import TransformerConfig
 from limner.numerics.formats import E6M9
@@ -32,6 +33,7 @@ TESTED = {
     "Scale": "scales", "Unscale": "scales", "_AllGatherWithGrad": "gathering", "_RecomputedAttention": "attention",
     "_SummedCrossEntropy": "cross_entropy", "_LowPrecisionFunction": "8_bit", "_NoDoubleBackward": "8_bit",
     "_StandardFunction": "standard", "_RoundedGradient": "rounded",
+    "_DelayedFunction": "delayed",
 }  # fmt: skip
 
 
@@ -137,6 +139,16 @@ def test_8_bit_layers_equal_linear_on_values_without_rounding(cls):
     torch.testing.assert_close(ours[1:], expected[1:], rtol=2**-8, atol=1e-2)  # 16 bits round the weight gradient
     with pytest.raises(RuntimeError, match="8-bit layers cannot be differentiated twice"):
         ours[0].sum().backward()
+
+
+def test_delayed_scales_equal_linear_on_powers_of_two():
+    """The first scales are those of the tensors, so that powers of two are exact in float8."""
+    x, weight, upstream = (2.0 ** torch.randint(0, 3, (n, 8), generator=torch.Generator()) for n in (16, 8, 16))
+    layer = DelayedScalingLinear(8, 8)
+    layer.weight.data, layer.bias.data = weight, torch.zeros(8)
+    inputs = (x.requires_grad_(), layer.weight, layer.bias)
+    ours = torch.autograd.grad(layer(x), inputs, upstream)
+    torch.testing.assert_close(ours, torch.autograd.grad(F.linear(*inputs), inputs, upstream))
 
 
 def test_rounded_gradients():

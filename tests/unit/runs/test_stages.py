@@ -1,7 +1,7 @@
 """Whole runs: checks before training, resumed and loaded stages, datasets, and the reranker."""
 
 import json
-import re
+import math
 import shutil
 from dataclasses import dataclass, replace
 
@@ -321,15 +321,32 @@ def test_similar_patches_start_with_similar_rows():
         assert F.cosine_similarity(weight, old).min() > 0.4  # half of the variance is what it was
 
 
-def test_a_run_that_skipped_most_updates_is_saved_and_raises(data, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["prior", "contrastive"])
+def test_a_run_that_skipped_most_updates_is_saved_and_raises(data, tmp_path, capsys, monkeypatch, name):
     """Also where the command is given again, and all is trained."""
-    far = with_steps(RECIPE, 15, warmup_steps=0, optimizer=AdamWConfig(lr=1e30))
-    recipes = {"prior": replace(RECIPE, prior=far.prior), "contrastive": replace(RECIPE, contrastive=far.contrastive)}
-    error = "1[34] of 15 updates of the {} were skipped, since .* finite: the run in .* is saved but barely trained"
-    for name, title in (("prior", "prior"), ("contrastive", "contrastive model")):
-        run = tmp_path / name
-        for _ in range(2 if name == "prior" else 1):
-            with pytest.raises(UserError, match=error.format(title)):
-                train_all(recipes[name], data, run)
-            assert load(run).name == name
-        assert re.search("1[34] of 15 updates .*were skipped", capsys.readouterr().err)
+    stage = getattr(with_steps(RECIPE, 15), name)
+    compute = type(stage.objective).__call__
+
+    def without_finite_gradient(*args):
+        loss, metrics = compute(*args)
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * math.nan)
+        return loss, metrics
+
+    monkeypatch.setattr(type(stage.objective), "__call__", without_finite_gradient)
+    title = {"prior": "prior", "contrastive": "contrastive model"}[name]
+    error = f"15 of 15 updates of the {title} were skipped, since .* finite: the run in .* is saved but barely trained"
+    for _ in range(2):
+        with pytest.raises(UserError, match=error):
+            train_all(replace(RECIPE, **{name: stage}), data, tmp_path / "run")
+        assert load(tmp_path / "run").name == "run"
+    assert "15 of 15 updates were skipped" in capsys.readouterr().err
+
+
+def test_a_run_whose_last_loss_is_not_finite_leaves_no_bundle(data, tmp_path):
+    far = with_steps(RECIPE, 4, warmup_steps=0, optimizer=AdamWConfig(lr=1e30))
+    with pytest.raises(
+        UserError, match=r"diverged .* 3 updates in a row had a loss or gradient that is not finite; lower"
+    ):
+        train_all(replace(RECIPE, prior=far.prior), data, tmp_path / "run")
+    assert not (tmp_path / "run/bundle").exists()

@@ -236,6 +236,14 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(where: str, tmp_pat
     assert (rows[3]["loss"] is None) == (where == "loss")
 
 
+def test_a_run_that_skipped_all_updates_resumes(tmp_path: Path) -> None:
+    """Its optimizer has no state yet."""
+    config, broken = replace(CONFIG, max_bad_steps=20), breaks(*range(12), where="gradient")
+    train(TrainState(model(), broken, replace(config, steps=6)), stream(), tmp_path)
+    result = train(TrainState(model(), broken, config), stream(), tmp_path)
+    assert (result.step, result.skipped) == (12, 12)
+
+
 def test_a_run_that_stays_broken_stops_and_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
     config = replace(CONFIG, max_bad_steps=3, checkpoint_every=5)
     with pytest.raises(UserError, match=r"after step 9: 3 updates in a row .*lower lr .*step-00000005"):
