@@ -47,6 +47,7 @@ def test_candidates_that_are_all_equal_are_reported(tmp_path, monkeypatch, capsy
     assert "only 1 of 4 candidates differ" in output.err
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_the_dvae_of_scenes_keeps_small_shapes() -> None:
     """At most one in a hundred is read as another shape, and then the drawing is about as near to that shape."""

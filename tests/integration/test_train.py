@@ -61,6 +61,7 @@ def beside(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_two_stages_train_together_and_stop_together(data):
     with start(data) as process:
         wait_for(data, "prior", 3, process)

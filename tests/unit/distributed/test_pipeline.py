@@ -149,6 +149,7 @@ def cycled() -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux lists the descriptors of a process")
 def test_changes_of_the_layout_leak_nothing():
     for cycles in on_ranks(4, cycled):

@@ -19,7 +19,7 @@ from limner.sampling.generation_config import Sampler
 from tiny import WORDS, tiny_pipe
 
 
-@pytest.fixture(scope="module", params=["fp16, paper's dVAE", "int8, patches"])
+@pytest.fixture(scope="module", params=[pytest.param("fp16, paper's dVAE", marks=pytest.mark.slow), "int8, patches"])
 def exported(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("exported")
     int8 = request.param.startswith("int8")
@@ -116,6 +116,7 @@ def test_engine_chooses_the_library(exported, tmp_path, capsys, monkeypatch):
     assert len(scores) == 2
 
 
+@pytest.mark.slow
 def test_the_command_compares_drawings(tmp_path, capsys):
     source = tiny_pipe(2).save_pretrained(tmp_path / "tiny")
     assert main(["export", str(source), "-o", str(source)]) == 0
