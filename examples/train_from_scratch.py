@@ -63,7 +63,7 @@ fit("dvae", dvae, ReconstructionLoss(), images, 200, 16, AdamWConfig(lr=2e-3))
 cache = encode_tokens(source, dvae.tokenize, key=weights_hash(dvae), size=SIZE, cache_dir=OUT / "tokens")
 tokens = TokenDataset(cache.tokens, cache.captions, images.text)
 prior = TransformerConfig(**text, image_vocab=CODES, grid=dvae.config.grid, width=96, depth=6, heads=4).build()
-fit("prior", prior, Autoregressive(), tokens, 1500, 16, MuonConfig(fallback_adamw=AdamWConfig(lr=5e-3)), ema_decay=0.99)
+fit("prior", prior, Autoregressive(), tokens, 1100, 16, MuonConfig(fallback_adamw=AdamWConfig(lr=5e-3)), ema_decay=0.99)
 
 # 3. CLIP: how well a picture fits a caption.
 small_pictures = {"ln_pre": False, "sinusoids": True}
