@@ -120,20 +120,19 @@ def _results(votes: Sequence[Vote], who: str) -> list[EvalResult]:
 
 def _majority(votes: Sequence[Vote], model: str) -> dict[str, Estimate]:
     """Return the share of decided pairs that `model` won, if there are any; a pair without a majority is undecided."""
-    wins = []
-    for pair in _group(votes, lambda vote: vote.pair).values():
-        counts = Counter({"equal": 0, **Counter(_chosen(vote) for vote in pair)})
+    wins, pairs = [], _by_pair(votes)
+    for choices in pairs.values():
+        counts = Counter({"equal": 0, **Counter(choices)})
         (best, most), *others = counts.most_common()
         if best != "equal" and all(count < most for _, count in others):
             wins.append(float(best == model))
-    pairs = len({vote.pair for vote in votes})
     share = {"won": proportion(np.array(wins), [str(i) for i in range(len(wins))])} if wins else {}
     return {
         **share,
         "decided": Estimate(value=len(wins), spec=",.0f"),
-        "pairs": Estimate(value=pairs, spec=",.0f"),
+        "pairs": Estimate(value=len(pairs), spec=",.0f"),
         "votes": Estimate(value=len(votes), spec=",.0f"),
-        "agreement (alpha)": Estimate(value=krippendorff_alpha(list(_by_pair(votes).values()))),
+        "agreement (alpha)": Estimate(value=krippendorff_alpha(list(pairs.values()))),
     }
 
 
