@@ -218,7 +218,7 @@ def pipeline_table(layout: Launch, cluster: Cluster, found: Sequence[PipelineEst
             (
                 f"{settings.devices} stages x {settings.replicas}", str(settings.microbatches),
                 f"{estimate.simulated.bubble:.0%}", _gb(peaks[0]), _gb(max(peaks)), f"{estimate.seconds:,.3f}",
-                "fits" if _fits(layout, estimate, cluster) else "too large",
+                "fits" if cluster.holds(max(peaks)) else "too large",
             )
         )  # fmt: skip
     if not rows:
@@ -232,14 +232,10 @@ def pipeline_table(layout: Launch, cluster: Cluster, found: Sequence[PipelineEst
     )
 
 
-def _fits(layout: Launch, estimate: PipelineEstimate, cluster: Cluster) -> bool:
-    return max(peak_bytes(layout, estimate)) <= 0.9 * GPUS[cluster.gpu].memory
-
-
 def pipeline_choice(layout: Launch, found: Sequence[PipelineEstimate], best: LaunchEstimate) -> Iterable[str]:
     """Yield a block of text if a pipeline can run: options of the fastest, and its time over the best launch's."""
     cluster, depth = best.cluster, layout.config.depth
-    possible = [x for x in found if x.settings.devices <= depth and _fits(layout, x, cluster)]
+    possible = [x for x in found if x.settings.devices <= depth and cluster.holds(max(peak_bytes(layout, x)))]
     if not possible:
         return
     if best.launch.training.scaling != "none":

@@ -38,6 +38,11 @@ class Cluster:
         """Bandwidth between a machine and the other machines in bytes/s."""
         return GPUS[self.gpu].inter_node_bandwidth * self.per_machine if self.link is None else self.link
 
+    def holds(self, peak: float) -> bool:
+        """Return True if a peak, in bytes, is at most 90% of a GPU's memory: a margin for estimation error and GPU
+        drivers."""
+        return peak <= 0.9 * GPUS[self.gpu].memory
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEstimate:
@@ -48,8 +53,8 @@ class LaunchEstimate:
 
     @property
     def fits(self) -> bool:
-        """True if the peak is at most 90% of the memory: a margin for estimation error and GPU drivers."""
-        return self.launch.peak <= 0.9 * GPUS[self.cluster.gpu].memory
+        """True if a GPU of the cluster holds the peak."""
+        return self.cluster.holds(self.launch.peak)
 
     @property
     def compute_seconds(self) -> float:
