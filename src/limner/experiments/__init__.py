@@ -23,6 +23,7 @@ EXPERIMENTS = {
     "rerank-n": "drawings",
     "fid-blur": "fidelity",
     "overlap": "fidelity",
+    "written-words": "written_words",
     "binding": "drawings",
     "image-to-image": "drawings",
     "sixteen-bit-moments": "sixteen_bits",
