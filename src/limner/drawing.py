@@ -26,6 +26,7 @@ from limner.vectorize import to_svg
 from limner.version import __version__
 
 SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
+ImageKind = Literal["png", "jpeg", "webp"]
 
 _MIN_SAVED_PIXELS = 384  # side to which saved drawings are enlarged by an integer factor
 _MIN_SHEET_PIXELS = 192  # the same for drawings on a sheet
@@ -61,7 +62,7 @@ class Drawing:
         scale = enlargement(max(self.image.size), scale)
         return _encode_png(_enlarged(self.image, scale), self.caption, self.model, self._metadata())
 
-    def file(self, kind: Literal["png", "jpeg", "webp"], scale: int | None = None, quality: int = 95) -> bytes:
+    def file(self, kind: ImageKind, scale: int | None = None, quality: int = 95) -> bytes:
         """Return a file as `png` does; JPEG and WebP, of a quality from 0 to 100, have the XMP packet alone."""
         if kind == "png":
             return self.png(scale)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
+    "c2pa_python": "c2pa",
     "pillow": "PIL",
     "pytest_xdist": "xdist",
     "attrs": "attr",

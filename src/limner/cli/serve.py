@@ -41,6 +41,8 @@ class Serve(Validated):
     """A file with a line for each API key, from --new-key."""
     new_key: Annotated[str | None, arg(metavar="NAME")] = None
     """Print a new API key and the line of --keys for it, and exit."""
+    sign: Annotated[tuple[Path, Path] | None, arg(metavar="CHAIN KEY")] = None
+    """Sign pictures by C2PA: PEM files of the certificates, the own one first, and of the private key."""
     max_requests: Annotated[int, Range(1, 2**16)] = 64
     """Requests of a model that may wait and run at the same time; more get status 429."""
     timeout: Annotated[float, Range(1, 86_400)] = 600
@@ -69,13 +71,22 @@ def main(argv: Sequence[str]) -> None:
     names = [Path(name).name or name for name in options.model]
     if not names or len(set(names)) < len(names):
         raise UserError("--model needs one model or more, whose folders have different names")
+    sign = None if options.sign is None else _signer(*options.sign)
     from limner.pipeline import load
     from limner.serve.app import create_app
 
     warnings.filterwarnings("ignore", "a caption of")  # Python would keep each; clients get one in the answer
     pipes = {name: load(model, rerank=options.rerank) for name, model in zip(names, options.model, strict=True)}
-    app = create_app(pipes, keys=keys, max_requests=options.max_requests, timeout=options.timeout)
+    app = create_app(pipes, keys=keys, max_requests=options.max_requests, timeout=options.timeout, sign=sign)
     run_server(app, options.host, options.port)
+
+
+def _signer(certificates: Path, key: Path) -> Any:
+    try:
+        from limner.serve.signing import Signer
+    except ModuleNotFoundError as error:
+        raise UserError(f"--sign needs {error.name}: run pip install 'limner[sign]'") from None
+    return Signer(certificates, key)
 
 
 def run_server(app: Any, host: str, port: int) -> None:

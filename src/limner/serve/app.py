@@ -32,7 +32,7 @@ from limner.pipeline import TextToImage
 from limner.serve.answers import NoModel, add_error_handlers, described, error_body, error_response
 from limner.serve.protocol import ErrorBody, Generate, Images, Model, Models
 from limner.serve.security import Guard
-from limner.serve.service import Service
+from limner.serve.service import Service, Sign
 from limner.version import __version__
 
 __all__ = ["SHARED", "Routes", "create_app", "static"]
@@ -60,6 +60,7 @@ def create_app(
     policy: Policy = lambda prompt: None,
     max_requests: int = 64,
     timeout: float = 600,
+    sign: Sign | None = None,
 ) -> FastAPI:
     """Return the application.
 
@@ -69,8 +70,9 @@ def create_app(
         policy: returns a reason to refuse a prompt, or None.
         max_requests: of a model, waiting and running; more get an answer with status 429.
         timeout: seconds after which a request ends with status 504.
+        sign: signs the files of finished pictures.
     """
-    services = {name: Service(name, pipe, max_requests) for name, pipe in pipes.items()}
+    services = {name: Service(name, pipe, max_requests, sign) for name, pipe in pipes.items()}
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

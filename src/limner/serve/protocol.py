@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from limner.drawing import ImageKind
+
 __all__ = [
     "ApiError", "Completed", "ErrorBody", "Generate", "Images", "Model", "Models", "PartialImage", "Picture",
     "TextTokens", "Usage",
@@ -19,7 +21,6 @@ MAX_PROMPT = 32_000  # characters, as OpenAI's
 MAX_CANDIDATES = 256  # of a request
 MAX_SIDE = 4_096  # of a file, in pixels
 MAX_SEED = 2**53 - 1  # larger numbers are not exact in every client's JSON
-Format = Literal["png", "jpeg", "webp"]
 _SIZE = "^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 _TEMPERATURES = [{"const": 0}, {"type": "number", "minimum": 0.01, "maximum": 100}, {"type": "null"}]
 
@@ -35,7 +36,7 @@ class Generate(BaseModel):
     size: Annotated[
         str, Field(description='side of the file, "384x384", or "auto"', json_schema_extra={"pattern": _SIZE})
     ] = "auto"
-    output_format: Format = "png"
+    output_format: ImageKind = "png"
     output_compression: Annotated[int, Field(ge=0, le=100)] = 100
     response_format: Literal["b64_json"] = "b64_json"
     stream: bool = False
@@ -106,7 +107,7 @@ class Images(BaseModel):
     created: int
     data: list[Picture]
     background: Literal["opaque"] = "opaque"
-    output_format: Format
+    output_format: ImageKind
     size: str
     usage: Usage
     warnings: list[str] = []
@@ -119,7 +120,7 @@ class PartialImage(BaseModel):
     b64_json: str
     background: Literal["opaque"] = "opaque"
     created_at: int
-    output_format: Format
+    output_format: ImageKind
     partial_image_index: int
     image_index: int
     quality: Literal["auto"] = "auto"
@@ -133,7 +134,7 @@ class Completed(BaseModel):
     b64_json: str
     background: Literal["opaque"] = "opaque"
     created_at: int
-    output_format: Format
+    output_format: ImageKind
     image_index: int
     quality: Literal["auto"] = "auto"
     size: str

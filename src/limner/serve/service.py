@@ -6,14 +6,14 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from limner.drawing import Drawing, Drawings, enlargement
+from limner.drawing import Drawing, Drawings, ImageKind, enlargement
 from limner.errors import UserError
 from limner.pipeline import TextToImage
 from limner.sampling.engine import Job, Request
@@ -22,7 +22,10 @@ from limner.serve.protocol import Completed, Generate, Images, PartialImage, Pic
 from limner.serve.worker import Partial, Worker
 from limner.text import PAD
 
-__all__ = ["Service"]
+__all__ = ["Service", "Sign"]
+
+#: Returns a file of a drawing, of a kind such as "png", with a signature (`signing.Signer`).
+Sign = Callable[[bytes, ImageKind, Drawing], bytes]
 
 _CANDIDATES = 16  # unless the model sets its number
 _UNFINISHED = 235  # gray of the rows that are not drawn yet
@@ -31,8 +34,8 @@ _UNFINISHED = 235  # gray of the rows that are not drawn yet
 class Service:
     """Draws what `Generate` asks for with one model."""
 
-    def __init__(self, name: str, pipe: TextToImage, max_requests: int) -> None:
-        self.name, self.pipe, self.created = name, pipe, int(time.time())
+    def __init__(self, name: str, pipe: TextToImage, max_requests: int, sign: Sign | None = None) -> None:
+        self.name, self.pipe, self.created, self.sign = name, pipe, int(time.time()), sign
         self.worker = Worker(pipe, max_requests)
 
     def request(self, body: Generate, client: str, prompt_tokens: Tensor | None = None) -> Request:
@@ -105,7 +108,7 @@ class Service:
         )  # fmt: skip
         pictures, size = [], ""
         for drawing in drawings:
-            data, size = self._encode(body, drawing)
+            data, size = self._encode(body, drawing, self.sign)
             facts = {"seed": drawing.seed, "candidate": drawing.candidate, "score": drawing.score}
             pictures.append(Picture(b64_json=data, svg=_traced(drawing) if body.trace else None, **facts))
         text = int((request.text != PAD).sum())
@@ -120,10 +123,12 @@ class Service:
             warnings=self._warnings(body, size, text),
         )  # fmt: skip
 
-    def _encode(self, body: Generate, drawing: Drawing) -> tuple[str, str]:
+    def _encode(self, body: Generate, drawing: Drawing, sign: Sign | None = None) -> tuple[str, str]:
         """Return a file in base64, and its size."""
         scale = enlargement(self.pipe.size, body.scale(self.pipe.size))
         data = drawing.file(body.output_format, scale, body.output_compression)
+        if sign:
+            data = sign(data, body.output_format, drawing)
         return base64.b64encode(data).decode(), f"{self.pipe.size * scale}x{self.pipe.size * scale}"
 
     def _warnings(self, body: Generate, size: str, text_tokens: int) -> list[str]:

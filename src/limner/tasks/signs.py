@@ -24,7 +24,7 @@ _MAX_ERROR = 180.0  # mean squared error of a readable cell: less than half the 
 
 
 class Sign(NamedTuple):
-    """What a sign says, and its color, one of `INKS`."""
+    """A sign: its word, and its color, one of `INKS`."""
 
     word: str
     ink: str
@@ -75,7 +75,7 @@ def _letters() -> dict[tuple[str, str], np.ndarray]:
     font, cells = ImageFont.load_default_imagefont(), dict[tuple[str, str], np.ndarray]()
     for letter in ascii_lowercase:
         for ink, color in INKS.items():
-            cell = Image.new("RGB", CELL[::-1], "white")
+            cell = Image.new("RGB", (CELL[1], CELL[0]), "white")
             ImageDraw.Draw(cell).text((0, 0), letter, fill=color, font=font)
             cells[letter, ink] = np.asarray(cell)
     return cells
