@@ -3,7 +3,7 @@
     sign = Signer(Path("chain.pem"), Path("key.pem"))
     signed = sign(drawing.png(), "png", drawing)
 
-The file then states, signed and beside the XMP packet, that a trained model created the picture.
+The signature covers the statement that a trained model created the picture, and the pixels.
 """
 
 from __future__ import annotations
