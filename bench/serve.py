@@ -2,19 +2,23 @@
 
     python bench/serve.py --clients 1 16 100 --pictures 400 --rounds 3
     python bench/serve.py --clients 8 --minutes 20 --pause 1 --rounds 0
+    python bench/serve.py --clients 100 --rounds 0 --kills 5
 
 A client asks for one picture of one candidate, waits for its file, pauses, and asks again. A round draws a number of
 pictures. Rounds alternate between the numbers of clients and the same captions drawn by one call of `draw_many` in
-another process, which also encodes PNG files. `--minutes` adds a soak of the last number of clients. Prints JSON:
-medians and ranges of the rounds, ratios, and the memory of the server in MiB by seconds. The clients run on the same
-cores. The processor time is that of the server and of the offline process alone, and depends less on other work on the
-machine than pictures per second do.
+another process, which also encodes PNG files. `--minutes` adds a soak of the last number of clients. `--kills` kills
+a server (SIGKILL) that has answered half of its clients, and starts it again. Prints JSON: medians and ranges of the
+rounds, ratios, the memory of the server in MiB by seconds, answers of killed servers. The clients run on the same
+cores. The processor time is that of the server and of the offline process alone, and depends less on other work on
+the machine than pictures per second do.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import http.client
+import io
 import itertools
 import json
 import math
@@ -27,6 +31,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from PIL import Image
 
 ATTRIBUTES = (
     ("small", "large"),
@@ -155,6 +161,48 @@ def client_round(server: Server, clients: int, pause: float, captions: int, pict
     return Round(time.monotonic() - begin, server.cpu_seconds() - cpu, sum(map(len, waits.values())), waits)
 
 
+def kill_round(model: str, clients: int) -> dict[str, float]:
+    """Kill a server that has answered half of its clients. Return the number of each kind of answer, and the seconds
+    that another server takes until it is ready."""
+    answers: list[str] = []
+
+    def ask(seed: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
+        body = {"prompt": CAPTIONS[seed % len(CAPTIONS)], "candidates": 1, "seed": seed}
+        try:
+            connection.request("POST", "/v1/images/generations", json.dumps(body), {"content-type": "application/json"})
+            content = connection.getresponse().read()
+        except (OSError, http.client.HTTPException):
+            answers.append("connection lost")
+            return
+        try:
+            Image.open(io.BytesIO(base64.b64decode(json.loads(content)["data"][0]["b64_json"]))).load()
+            answers.append("whole picture")
+        except (ValueError, KeyError, OSError):
+            answers.append("torn")
+
+    server = Server(model, 2 * clients)
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(clients)]
+    for thread in threads:
+        thread.start()
+    while len(answers) < clients // 2:
+        time.sleep(0.001)
+    server.close()
+    for thread in threads:
+        thread.join()
+    begin = time.monotonic()
+    again = Server(model, 2 * clients)
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", again.port, timeout=60)
+        connection.request("GET", "/ready")
+        ready = connection.getresponse().status == 200
+        seconds = time.monotonic() - begin if ready else math.nan
+    finally:
+        again.close()
+    kinds = {kind: answers.count(kind) for kind in ("whole picture", "connection lost", "torn")}
+    return {**kinds, "seconds to ready": round(seconds, 2)}
+
+
 def summary(rounds: list[Round]) -> dict[str, object]:
     """Return medians with ranges, and the waits of all rounds."""
 
@@ -212,6 +260,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=400, help="of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=0, help="of a soak")
+    parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0, help="mean seconds between two requests of a client")
     parser.add_argument("--captions", type=int, default=len(CAPTIONS), help="different ones")
     parser.add_argument("--offline", help=argparse.SUPPRESS)
@@ -235,6 +284,7 @@ def main() -> None:
             }  # fmt: skip
     finally:
         server.close()
+    result["kills"] = [kill_round(options.model, options.clients[-1]) for _ in range(options.kills)]
     print(json.dumps(result, indent=1))
 
 
