@@ -164,9 +164,12 @@ class Pipelined(Replicated):
         for key, tensor in move(states, needed, self.device).items():
             group, _, name = key.partition("/")
             groups.setdefault(group, {})[name] = tensor
+        scales = {name: self.reduction.scales.get(p) for name, p in run.model.named_parameters()}
         self._destroy_groups()
         self.layout = layout
         self._apply_layout(groups.pop("model"))
+        named = run.model.named_parameters()
+        self.reduction.scales |= {p: scale for name, p in named if (scale := scales[name]) is not None}
         run.rebuild_updaters()
         self.reduction.load_state_dict(groups.pop("errors", {}))
         if run.ema:
@@ -191,8 +194,10 @@ class Pipelined(Replicated):
         """
         if not self._staged:
             return super().gradients(run, batch)
-        if run.config.scaling != "none":
-            raise UserError("a pipeline does not scale gradients: choose scaling none, or --parallel fsdp")
+        if run.config.scaling in ("loss", "tensors"):
+            raise UserError(
+                f"a pipeline has no scaling {run.config.scaling}: choose scaling resblocks or none, or --parallel fsdp"
+            )
         rows, batch = len(next(iter(batch.values()))), self._with_batch_stats(run, batch)
         batch = {name: to_device(x, run.device) for name, x in batch.items()}
         if self._pipeline is not None and self._pipeline.rows == rows:
@@ -218,12 +223,13 @@ class Pipelined(Replicated):
             raise RuntimeError(f"the pipeline computed no gradient of {', '.join(missing.values())}")
 
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        norm = super().grad_norm(parameters)
+        return self.sum_over_stages(super().grad_norm(parameters).square()).sqrt()
+
+    def sum_over_stages(self, values: Tensor) -> Tensor:
         if self._staged:
-            norm = norm.square()
-            distributed.all_reduce(norm, group=self._pipeline_group)
-            norm = norm.sqrt()
-        return norm
+            values = values.clone()
+            distributed.all_reduce(values, group=self._pipeline_group)
+        return values
 
     def merge(self, values: dict[str, float]) -> dict[str, float]:
         if not self._staged:

@@ -11,6 +11,7 @@ would lose the gradients of a trained part after a frozen one without an error, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -83,9 +84,15 @@ class ScheduleRunner:
         self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **batch)
         return self._share_metrics(losses)
 
+    def _autocast(self) -> AbstractContextManager[object]:
+        """Return the context of the model's operations. Blocks with gradient scales enter their own, in fp32."""
+        if self.run.config.scaling == "none":
+            return self.run.config.precision.autocast(self.run.device)
+        return torch.autocast(self.run.device.type, enabled=False)
+
     @torch.no_grad()
     def _frozen_output(self, batch: Batch) -> Tensor:
-        with span("forward"), self.run.config.precision.autocast(self.run.device):
+        with span("forward"), self._autocast():
             return self.model.run(self.objective.inputs(self.model, batch), 0, self.layout.frozen)
 
     def _share_metrics(self, losses: list[Tensor]) -> dict[str, Tensor]:
@@ -136,13 +143,13 @@ class ScheduleRunner:
         """Return a tensor without values that describes the input of a block for one micro-batch."""
         rows = self.rows // self.microbatches
         first = next(self.model.parameters()).device  # meta unless this process has the first stage
-        with self.run.config.precision.autocast(self.run.device):
+        with self._autocast():
             x = self.objective.inputs(self.model, {name: x[:rows].to(first) for name, x in batch.items()})
         return torch.empty_like(x, device="meta", requires_grad=True)
 
     def _compute(self, blocks: range, last: bool, *inputs: Tensor, **batch: Tensor) -> Tensor:
         """Return the output of a piece for one micro-batch; the last piece returns the loss."""
-        with span("forward"), self.run.config.precision.autocast(self.run.device):
+        with span("forward"), self._autocast():
             x = inputs[0] if inputs else self.objective.inputs(self.model, batch)
             x = self.model.run(x, blocks.start, blocks.stop)
             if not last:

@@ -84,8 +84,8 @@ class _Scaler(Hook):
     """A hook that divides gradients by `scales`, by parameter. `handles` multiply them in the backward pass."""
 
     def __init__(self, run: TrainState, scales: Mapping[Tensor, Tensor], handles: Sequence[RemovableHandle]) -> None:
-        self._scales, self._handles = run.parallel.reduction.scales, handles
-        self._scales |= scales
+        self._parallel, self._handles = run.parallel, handles
+        run.parallel.reduction.scales |= scales
 
     def leave_out(self, run: TrainState, parameters: Sequence[nn.Parameter]) -> None:
         """Leave parameters out of the update."""
@@ -94,7 +94,7 @@ class _Scaler(Hook):
             p.grad = None
 
     def close(self) -> None:
-        self._scales.clear()
+        self._parallel.reduction.scales.clear()
         for handle in self._handles:
             handle.remove()
 
@@ -129,7 +129,7 @@ class PerBlockGradScaler(_Scaler):
         self.scales = torch.full((len(blocks),), self.INIT_SCALE, dtype=torch.float32, device=run.device)
         self.last_backoff = torch.full((len(blocks),), -self.BACKOFF_INTERVAL, device="cpu")  # step of the decrease
         self.skipped = torch.zeros(len(blocks), dtype=torch.int64, device="cpu")
-        self.parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
+        self.blocks: list[nn.Module] = list(blocks.values())  # whose parameters a pipeline may replace
         divisors: dict[Tensor, Tensor] = {}
         handles = _run_within(run.trainable, partial(torch.autocast, run.device.type, enabled=False))
         for i, block in enumerate(blocks.values()):
@@ -143,15 +143,16 @@ class PerBlockGradScaler(_Scaler):
         super().__init__(run, divisors, handles)
 
     def after_backward(self, run: TrainState) -> None:
-        sums = torch.stack([_l1_norms(block, self.scales).sum() for block in self.parameters])
+        parameters = [[p for p in block.parameters() if p.requires_grad] for block in self.blocks]
+        sums = run.parallel.sum_over_stages(torch.stack([_l1_norms(part, self.scales).sum() for part in parameters]))
         finite = [math.isfinite(value) for value in sums.tolist()]
         scales = self.scales.tolist()
-        for i, block in enumerate(self.parameters):
+        for i, part in enumerate(parameters):
             if finite[i]:
                 scales[i] *= self.GROWTH
             else:
                 if self.leaves_out_blocks:
-                    self.leave_out(run, block)
+                    self.leave_out(run, part)
                 self.skipped[i] += 1
                 if run.step - int(self.last_backoff[i]) >= self.BACKOFF_INTERVAL:
                     scales[i] /= self.BACKOFF

@@ -152,6 +152,10 @@ class Parallel(ABC):
         """Return the elementwise mean over ranks."""
         return self.sum(values) / self.world_size
 
+    def sum_over_stages(self, values: Tensor) -> Tensor:
+        """Return the elementwise sum over the ranks that each hold other parameters of one replica of the model."""
+        return values
+
     def any(self, flag: bool) -> bool:
         """Return True if any rank passes True."""
         return bool(self.sum(torch.tensor(int(flag))))

@@ -1,6 +1,7 @@
 """Pipelines of four processes: gradients, losses and weights are those of one process, also if the layout changes."""
 
 import gc
+import math
 import os
 import threading
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from torch import Tensor, distributed
 from limner.distributed.pipeline import Pipelined
 from limner.distributed.pipeline_layout import PipelineLayout
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
+from limner.numerics.precision import Fp16, Fp32, Precision
+from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook
 from limner.training.parallel import Parallel, SingleProcess
 from limner.training.state import optimizer_tensors
@@ -99,12 +102,32 @@ def learn(parallel: Parallel, layouts: dict[int, PipelineLayout], dtype: torch.d
     return {"loss": losses, "norm": norms, "tensors": tensors, "cpu": hook.cpu_seconds}
 
 
+def scale(parallel: Parallel, layouts: dict[int, PipelineLayout], kind: str, precision: Precision) -> dict[str, Any]:
+    """Six updates with scales of resblocks, of which block 5 overflows in the second: losses, scales, weights."""
+    run = begin(parallel, scaling=kind, precision=precision, accumulate=4 if isinstance(parallel, SingleProcess) else 1)
+    hooks, losses = [*scaling(run), Layouts(layouts)], []
+    model: Any = run.model
+    model.blocks[5].mlp.branch.down.register_full_backward_hook(
+        lambda module, found, given: (found[0] * (math.inf if run.step == 1 else 1),)
+    )
+    for step in range(6):
+        update(run, batch(step, parallel), hooks)
+        losses.append(run.loss)
+    state = hooks[0].state_dict()
+    hooks[0].close()
+    assert not run.parallel.reduction.scales
+    return {"loss": losses, "state": state, "skipped": run.skipped, "tensors": values(run.model.named_parameters())}
+
+
+SCALED = [("resblocks", Fp32()), ("resblocks-partial", Fp32()), ("resblocks", Fp16())]
+
+
 def learned(dtypes: Sequence[torch.dtype]) -> dict[Any, Any]:
     return {
         (path, dtype): learn(Pipelined(layouts[0]), layouts, dtype)
         for path, layouts in PATHS.items()
         for dtype in dtypes
-    }
+    } | {case: scale(Pipelined(SHRINKING[0]), SHRINKING, *case) for case in SCALED}
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +150,23 @@ def test_a_run_whose_layout_changes_learns_as_one_process(paths, path):
         for name, value in alone["tensors"].items():
             if dtype == torch.float64:
                 assert (found[name] - value).abs().max() <= 1e-6, name
+
+
+@pytest.mark.parametrize("case", SCALED)
+def test_blocks_are_scaled_as_in_one_process_also_if_the_layout_changes(paths, case):
+    kind, precision = case
+    alone, found = scale(SingleProcess(), SHRINKING, kind, precision), dict[str, Tensor]()
+    assert alone["skipped"] == (kind == "resblocks")
+    for rank in paths:
+        result = rank[case]
+        assert result["loss"] == pytest.approx(alone["loss"], abs=1e-6 if precision == Fp32() else 2e-3)
+        assert result["skipped"] == alone["skipped"]
+        assert {name: x.tolist() for name, x in result["state"].items()} == {
+            name: x.tolist() for name, x in alone["state"].items()
+        }
+        found |= result["tensors"]
+    for name, value in alone["tensors"].items():
+        assert (found[name] - value).abs().max() <= (1e-5 if precision == Fp32() else 0.05), name
 
 
 def resources() -> tuple[int, int, int]:

@@ -132,10 +132,12 @@ def test_a_pipeline_does_not_lose_gradients_without_an_error() -> None:
             update(run, batch(0, run.parallel))
 
 
-def test_a_pipeline_does_not_scale_gradients() -> None:
+def test_a_pipeline_does_not_scale_the_loss() -> None:
     with join_process_group("pipeline") as parallel:
-        run = begin(parallel, scaling="resblocks")
-        with pytest.raises(UserError, match="does not scale gradients: choose scaling none, or --parallel fsdp"):
+        run = begin(parallel, scaling="loss")
+        with pytest.raises(
+            UserError, match="has no scaling loss: choose scaling resblocks or none, or --parallel fsdp"
+        ):
             update(run, batch(0, run.parallel))
 
 

@@ -180,7 +180,7 @@ def test_the_rule_of_appendix_d(kind):
     (hook,) = scaling(run)
     assert hook.names == [f"blocks.{i}.{part}" for i in (0, 1) for part in ("attention", "mlp")]
     assert hook.scales.tolist() == [PerBlockGradScaler.INIT_SCALE] * 4
-    bad = hook.parameters[2]
+    bad = list(hook.blocks[2].parameters())
 
     def step(number, overflow):
         run.step = number
@@ -191,7 +191,7 @@ def test_the_rule_of_appendix_d(kind):
         run.parallel.reduce(run.parameters)
         hook.after_backward(run)
         assert all((p.grad is None) == (overflow and kind == "resblocks-partial") for p in bad)
-        assert all(p.grad is not None for p in hook.parameters[1])
+        assert all(p.grad is not None for p in hook.blocks[1].parameters())
 
     step(0, False)
     assert hook.scales.tolist() == pytest.approx([PerBlockGradScaler.INIT_SCALE * PerBlockGradScaler.GROWTH] * 4)
