@@ -279,7 +279,7 @@ def test_evaluate_reads_held_out_data_and_emoji(bundle, tmp_path):
 @pytest.mark.slow
 def test_evaluate_icons_saves_its_classifier_and_a_grid_is_a_picture(bundle, tmp_path):
     write_toy_icons(tmp_path / "icons")
-    options = ["--captions", 2, "--candidates", 2, "--classifier-steps", 2, "-o", "icons.json"]
+    options = ["--captions", 2, "--candidates", 2, "--classifier-steps", 2, "-o", "icons.json", "--mosaic", "m.png"]
     first = limner("evaluate", "icons", bundle, "icons", *options, cwd=tmp_path)
     assert first[0] == 0, first[2]
     for says in ("classifier accuracy on its 20 training pictures", "held-out combinations, 1 captions of 1 subjects",
@@ -287,6 +287,8 @@ def test_evaluate_icons_saves_its_classifier_and_a_grid_is_a_picture(bundle, tmp
         assert says in first[1]
     names = [part["title"] for part in json.loads((tmp_path / "icons.json").read_text())["results"]]
     assert len(names) == 5
+    for split in ("combination", "subject", "train"):
+        assert Image.open(tmp_path / f"m-{split}.png").width >= 2 * 144
     classifiers = sorted((tmp_path / "icons-classifier").rglob("*.safetensors"))
     assert classifiers
     again = limner("evaluate", "icons", bundle, "icons", *options, "--classifier", "icons-classifier", cwd=tmp_path)

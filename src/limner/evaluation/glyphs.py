@@ -27,7 +27,8 @@ from limner.errors import UserError
 from limner.evaluation.icon_classifier import IconClassifier, LabeledIcons
 from limner.evaluation.icon_pictures import SPLITS, Icons
 from limner.evaluation.icons import baselines
-from limner.evaluation.nearest_neighbor import ReferenceSettings, comparison_result, draw_and_compare
+from limner.evaluation.nearest_neighbor import ReferenceSettings, comparison_result, draw_and_compare, sheet_rows
+from limner.evaluation.report import SheetRow
 from limner.evaluation.result import EvalResult, Verdicts
 from limner.pipeline import TextToImage
 from limner.progress import Advance
@@ -105,17 +106,18 @@ def evaluate(
         style = np.array([icons.styles[t] == name for t, name in zip(targets, styles, strict=True)])
         return {"subject": rank == 0, f"top {_TOP}": rank < _TOP, "style": style, "both": (rank == 0) & style}
 
-    rows, _ = draw_and_compare(pipe, references, targets, verdict, settings, progress)
+    rows, drawings = draw_and_compare(pipe, references, targets, verdict, settings, progress)
+    sheet = sheet_rows(references, targets, drawings, rows[f"best of {settings.candidates}"]["subject"])
     rows |= baselines(pipe, icons, split, targets, verdict)
 
-    def result(name: str, cases: Sequence[int]) -> EvalResult:
+    def result(name: str, cases: Sequence[int], sheet: Sequence[SheetRow] = ()) -> EvalResult:
         shown = [targets[i] for i in cases]
         verdicts = {row: {respect: values[cases] for respect, values in of_row.items()} for row, of_row in rows.items()}
         chance, style = ranks.chance(shown), 1 / len(classifier.styles)
         chances = {"subject": chance, f"top {_TOP}": _TOP * chance, "style": style, "both": chance * style}
-        return comparison_result(name, pipe, references, shown, settings, verdicts, chances)
+        return comparison_result(name, pipe, references, shown, settings, verdicts, chances, sheet)
 
     trained = {(icons.sets[i], references.keys[i]) for i in references.split_indices("train")}
     lacking = [i for i, t in enumerate(targets) if (icons.sets[t], references.keys[t]) not in trained]
-    results = [result(SPLITS.get(split, split), range(len(targets)))]
+    results = [result(SPLITS.get(split, split), range(len(targets)), sheet)]
     return [*results, result("icons that the set lacks", lacking)] if split == "combination" and lacking else results

@@ -35,6 +35,7 @@ from limner.evaluation.nearest_neighbor import (
     comparison_result,
     draw_and_compare,
     nearest_picture,
+    sheet_rows,
 )
 from limner.evaluation.reconstruction import reconstructions
 from limner.evaluation.result import EvalResult, Verdicts
@@ -65,8 +66,9 @@ def evaluate(
     labels = [references.families[i] for i in nearest], [styles[i] for i in nearest]
     rows[f"best of {settings.candidates}, nearest picture"] = _verdicts(labels, references.families, styles, targets)
     rows |= baselines(pipe, icons, split, targets, verdict)
+    sheet = sheet_rows(references, targets, drawings, rows[f"best of {settings.candidates}"][_SUBJECT_AND_STYLE])
     name = SPLITS.get(split, split)
-    return [comparison_result(name, pipe, references, targets, settings, rows, _chance(classifier))]
+    return [comparison_result(name, pipe, references, targets, settings, rows, _chance(classifier), sheet)]
 
 
 def baselines(

@@ -153,6 +153,19 @@ def comparison_result(
     )  # fmt: skip
 
 
+def sheet_rows(
+    references: ReferenceSet, targets: Sequence[int], drawings: Tensor, right: np.ndarray
+) -> list[SheetRow]:
+    """Return each drawing next to the real picture of its target: uint8 [B, 3, H, W], verdicts [B]."""
+    return [
+        SheetRow(
+            caption=references.captions[t], right=bool(verdict),
+            pictures=[(to_image(drawing), "drawn"), (to_image(references.pictures[t]), "real")],
+        )
+        for t, drawing, verdict in zip(targets, drawings, right, strict=True)
+    ]  # fmt: skip
+
+
 def evaluate(
     pipe: TextToImage,
     references: ReferenceSet,
@@ -170,13 +183,7 @@ def evaluate(
         return {"right picture": right, "or a variant": right | (families[nearest] == families[targets])}
 
     verdicts, drawings = draw_and_compare(pipe, references, targets, verdict, settings, progress)
-    sheet = [
-        SheetRow(
-            caption=references.captions[t], right=bool(right),
-            pictures=[(to_image(drawing), "drawn"), (to_image(references.pictures[t]), "real")],
-        )
-        for t, drawing, right in zip(targets, drawings, verdicts[f"best of {n}"]["right picture"], strict=True)
-    ]  # fmt: skip
+    sheet = sheet_rows(references, targets, drawings, verdicts[f"best of {n}"]["right picture"])
     chance = {"right picture": 1 / len(references.keys)}
     result = comparison_result(split, pipe, references, targets, settings, verdicts, chance, sheet)
     nearest = nearest_picture(references.pictures, drawings).tolist()

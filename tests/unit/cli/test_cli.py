@@ -406,7 +406,7 @@ OUTPUTS = {
         "evaluate zero-shot -o", "evaluate fidelity run data -o", "evaluate fidelity run data --page",
         "evaluate all -o", "evaluate all --page",
         "evaluate emoji run data -o", "evaluate emoji run data --mosaic", "evaluate icons run data -o",
-        "evaluate grid run data -o", "inspect spikes run -o", "bench -o",
+        "evaluate glyphs run data --mosaic", "evaluate grid run data -o", "inspect spikes run -o", "bench -o",
         "data show source -o", "draw a -o", "draw a -n 2 -o",
     ),
     "folder": (

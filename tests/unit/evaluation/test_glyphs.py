@@ -104,6 +104,10 @@ def test_icons_that_the_set_lacks_are_reported_alone(icons, classifier):
     assert lacking.rows["best of 2"]["subject"].total == 1
     assert "icons that the set lacks, 1 captions of 1 subjects" in lacking.table()
     assert len(evaluate(Artist(glyph), icons, classifier, "train", ReferenceSettings(candidates=2))) == 1
+    assert [row.caption for row in both.sheet] == [case["caption"] for case in both.cases] and not lacking.sheet
+    for row in both.sheet:
+        (drawn, _), (real, label) = row.pictures
+        assert row.right and label == "real" and drawn.tobytes() == real.tobytes()
 
 
 def test_ranks_count_nearer_icons_of_the_style_and_equal_icons_do_not_count(icons):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,11 +27,10 @@ _MIN_ACCURACY = 0.9  # of the classifier of icons on its training pictures; belo
 
 def emoji(options: ScoreEmoji) -> Evaluated:
     """is the nearest real picture the right one?"""
-    splits, mosaic = ("train", "held-out"), options.mosaic
-    mosaics = {split: check_writable(mosaic.with_stem(f"{mosaic.stem}-{split}")) for split in splits if mosaic}
+    splits = ("train", "held-out")
+    mosaics = _mosaics(options.mosaic, splits)
     from limner.data.open_source import open_source
     from limner.evaluation.nearest_neighbor import ReferenceSet, evaluate
-    from limner.evaluation.report import contact_sheet, save_png
     from limner.pipeline import load
 
     source, pipe = open_source(options.data), load(options.model)
@@ -41,11 +40,8 @@ def emoji(options: ScoreEmoji) -> Evaluated:
 
     def results() -> Iterator[EvalResult]:
         for split in splits:
-            for result in _draw_split(options, split, references.splits, partial(evaluate, pipe, references, split)):
-                yield result
-                if mosaic:  # after the table, which a full disk must not lose
-                    sheet = contact_sheet(result.sheet[:_MOSAIC_DRAWINGS], columns=_MOSAIC_COLUMNS)
-                    write_file(mosaics[split], partial(save_png, sheet))
+            drawn = _draw_split(options, split, references.splits, partial(evaluate, pipe, references, split))
+            yield from _with_mosaic(drawn, mosaics.get(split))
 
     return Evaluated(model=pipe.name, results=results())
 
@@ -55,6 +51,7 @@ def icons(options: ScoreIcons) -> Evaluated:
     from limner.evaluation import icons as evaluation
     from limner.evaluation.icon_pictures import SPLITS
 
+    mosaics = _mosaics(options.mosaic, SPLITS)
     pipe, data, classifier = _open_icons(options, lambda data: data.labeled)
     accuracy = evaluation.accuracy(classifier, data)
     shares = ", ".join(f"{attribute} {share:.1%}" for attribute, share in accuracy.items())
@@ -66,7 +63,8 @@ def icons(options: ScoreIcons) -> Evaluated:
     def results() -> Iterator[EvalResult]:
         for name in SPLITS:
             evaluate = partial(evaluation.evaluate, pipe, data, classifier, name)
-            yield from _draw_split(options, name, data.references.splits, evaluate)
+            drawn = _draw_split(options, name, data.references.splits, evaluate)
+            yield from _with_mosaic(drawn, mosaics.get(name))
         for name in sorted(set(data.pairs.splits)):
             evaluate = partial(evaluation.evaluate_pairs, pipe, data, classifier, name)
             yield from _draw_split(options, name, data.pairs.splits, evaluate)
@@ -79,6 +77,7 @@ def glyphs(options: ScoreGlyphs) -> Evaluated:
     from limner.evaluation import glyphs as evaluation
     from limner.evaluation.icon_pictures import SPLITS
 
+    mosaics = _mosaics(options.mosaic, SPLITS)
     pipe, data, classifier = _open_icons(options, evaluation.style_data)
     accuracy = evaluation.style_accuracy(classifier, data)
     print(f"classifier accuracy on held-out icons: style {accuracy:.1%} of {len(classifier.styles)}")
@@ -86,9 +85,26 @@ def glyphs(options: ScoreGlyphs) -> Evaluated:
     def results() -> Iterator[EvalResult]:
         for split in SPLITS:
             evaluate = partial(evaluation.evaluate, pipe, data, classifier, split)
-            yield from _draw_split(options, split, data.references.splits, evaluate)
+            drawn = _draw_split(options, split, data.references.splits, evaluate)
+            yield from _with_mosaic(drawn, mosaics.get(split))
 
     return Evaluated(model=pipe.name, results=results(), more={"classifier": {"style": accuracy}})
+
+
+def _mosaics(path: Path | None, splits: Iterable[str]) -> dict[str, Path]:
+    """Return the file of each split; none without a path. Raises `UserError` if one cannot be written."""
+    return {split: check_writable(path.with_stem(f"{path.stem}-{split}")) for split in splits if path}
+
+
+def _with_mosaic(results: Iterable[EvalResult], path: Path | None) -> Iterator[EvalResult]:
+    """Yield results. Then write the drawings of the one that has some: a full disk must not lose the tables."""
+    from limner.evaluation.report import contact_sheet, save_png
+
+    for result in results:
+        yield result
+        if path and result.sheet:
+            sheet = contact_sheet(result.sheet[:_MOSAIC_DRAWINGS], columns=_MOSAIC_COLUMNS)
+            write_file(path, partial(save_png, sheet))
 
 
 def _open_icons(

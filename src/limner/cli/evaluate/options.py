@@ -213,6 +213,8 @@ class ScoreIcons(ScoreOptions):
     """Folder of saved classifiers; by default `DATA-classifier`."""
     classifier_steps: Annotated[int, Range(1, 10**7)] = 6_000
     """Training steps of the classifier, 64 pictures each."""
+    mosaic: Annotated[Path | None, Writable("PNG")] = None
+    """Write a PNG of drawings next to real icons, one file per split."""
 
 
 @dataclass(frozen=True, kw_only=True)
