@@ -153,9 +153,7 @@ def comparison_result(
     )  # fmt: skip
 
 
-def sheet_rows(
-    references: ReferenceSet, targets: Sequence[int], drawings: Tensor, right: np.ndarray
-) -> list[SheetRow]:
+def sheet_rows(references: ReferenceSet, targets: Sequence[int], drawings: Tensor, right: np.ndarray) -> list[SheetRow]:
     """Return each drawing next to the real picture of its target: uint8 [B, 3, H, W], verdicts [B]."""
     return [
         SheetRow(
