@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
@@ -23,9 +22,9 @@ class ProfileOptions:
     on GPUs.
     """
 
-    traces: Positional[Annotated[tuple[Path, ...], arg(metavar="FOLDER|FILE")]]
-    """A folder with the traces of all ranks of a run, or the files."""
-    before: Annotated[tuple[Path, ...], arg(metavar="FOLDER|FILE ...")] = ()
+    traces: Positional[Annotated[tuple[str, ...], arg(metavar="FOLDER|FILE|URL")]]
+    """A folder with the traces of all ranks of a run, or the files; also URLs such as s3://bucket/run."""
+    before: Annotated[tuple[str, ...], arg(metavar="FOLDER|FILE|URL ...")] = ()
     """Traces of an earlier run: compare the times of a step and its operators with them."""
     output: OutputFile = None
     """Write the report as an HTML page, or the tables if the name ends in .json."""

@@ -13,7 +13,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from limner import recipes
-from limner.cli.arguments import NewFolder, parse, pop_option
+from limner.cli.arguments import NewFolder, check_writable, parse, pop_option
 from limner.config import load_json
 from limner.distributed import process_group
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
@@ -21,6 +21,7 @@ from limner.distributed.replicated import ReducerFactory
 from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError, escape_control
 from limner.profiling.recording import FOLDER, ProfileRecorder, parse_steps
+from limner.profiling.url import path_or_url
 from limner.recipes.recipe import PretrainedDVAE, Recipe, ResolvedRecipe, Stage
 from limner.runs import memory_check, time_estimate
 from limner.runs.stages import StageHooks
@@ -76,6 +77,8 @@ class Train(Validated):
     profile: Annotated[str | None, arg(metavar="FIRST:LAST")] = None
     """Record the updates between two steps of each stage, such as 10:13, in RUN/STAGE/profile for `limner profile`.
     Stages are trained one by one."""
+    profile_out: Annotated[str | None, arg(metavar="FOLDER|URL")] = None
+    """Write the traces to FOLDER/STAGE instead; also a URL such as s3://bucket/run, which all machines reach."""
     profile_stacks: bool = False
     """Also record Python calls, so that the report names source lines. Slower."""
     settings: Annotated[Recipe, arg(name="")]
@@ -123,9 +126,15 @@ def _stage_hooks(options: Train) -> StageHooks | None:
         makers.append(lambda folder: NonfiniteReport())
     if options.profile is not None:
         first, last = parse_steps(options.profile)
-        makers.append(lambda folder: ProfileRecorder(folder / FOLDER, first, last, options.profile_stacks))
-    elif options.profile_stacks:
-        raise UserError("--profile-stacks needs --profile, such as --profile 10:13")
+        out = None if options.profile_out is None else path_or_url(options.profile_out)
+        out = check_writable(out, "folder") if isinstance(out, Path) else out
+
+        def recorder(folder: Path) -> ProfileRecorder:
+            return ProfileRecorder(out / folder.name if out else folder / FOLDER, first, last, options.profile_stacks)
+
+        makers.append(recorder)
+    elif options.profile_stacks or options.profile_out is not None:
+        raise UserError("--profile-stacks and --profile-out need --profile, such as --profile 10:13")
     return (lambda folder: [make(folder) for make in makers]) if makers else None
 
 

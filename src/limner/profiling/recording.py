@@ -17,6 +17,7 @@ from torch import profiler
 
 from limner.atomic_io import atomic_write_bytes
 from limner.errors import UserError
+from limner.profiling.url import Url
 from limner.training.hooks import Hook
 from limner.training.train_state import TrainState
 from limner.validation import abbreviate
@@ -26,14 +27,14 @@ MAX_STEPS = 100  # of a trace, which the profiler keeps in memory
 
 
 class ProfileRecorder(Hook):
-    """Records the updates between two steps to the folder `out`.
+    """Records the updates between two steps to the folder `out`. A URL that cannot be written gives a warning.
 
     Args:
         first, last: numbers of updates done before and after; `first` is at least 1.
         stacks: record Python calls, which the report needs to name source lines. Slower.
     """
 
-    def __init__(self, out: Path, first: int, last: int, stacks: bool = False) -> None:
+    def __init__(self, out: Path | Url, first: int, last: int, stacks: bool = False) -> None:
         self.out, self.first, self.last, self.stacks = out, first, last, stacks
         self._profile: profiler.profile | None = None
         self._rank, self._written = 0, False
@@ -72,8 +73,15 @@ class ProfileRecorder(Hook):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json.gz"
             profile.export_chrome_trace(str(file))
-            atomic_write_bytes(self.out / f"rank{self._rank}.json.gz", file.read_bytes())
+            data, out = file.read_bytes(), self.out / f"rank{self._rank}.json.gz"
         self._written = True
+        if isinstance(out, Path):
+            atomic_write_bytes(out, data)
+            return
+        try:
+            out.write_bytes(data)
+        except UserError as error:  # a run does not end because a server is out of reach
+            warnings.warn(f"the trace of rank {self._rank} is lost: {error}", stacklevel=2)
 
 
 def parse_steps(text: str) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from limner.atomic_io import require_file
 from limner.errors import UserError
 from limner.json_files import parse_json
+from limner.profiling.url import Url, path_or_url
 from limner.progress import progress
 
 __all__ = ["Event", "Trace", "TraceStep", "read_trace", "read_traces"]
@@ -72,13 +73,13 @@ class Trace:
     """The events of a rank, by start, and of equal start the longest first.
 
     Attributes:
-        path: the file.
+        path: the file, or its URL.
         host: name of the machine; "" if the trace lacks it.
         first_step: added to the numbers of the profiler's steps.
         devices: properties of the GPUs.
     """
 
-    path: Path
+    path: Path | Url
     rank: int
     host: str
     first_step: int
@@ -130,14 +131,17 @@ class Trace:
                 yield index
 
 
-def read_traces(paths: Sequence[Path], shown: bool = False) -> list[Trace]:
-    """Read the traces of all ranks from files and folders, by rank. Show progress if `shown`. Raises `UserError`."""
-    files: list[Path] = []
-    for path in paths:
+def read_traces(paths: Sequence[str | Path | Url], shown: bool = False) -> list[Trace]:
+    """Read the traces of all ranks, by rank, from files and folders, as paths or fsspec URLs. Show progress if `shown`.
+
+    A URL that ends in .json or .json.gz is a file. Raises `UserError`.
+    """
+    files: list[Path | Url] = []
+    for path in map(path_or_url, paths):
         in_folder = [*path.glob("*.json"), *path.glob("*.json.gz")] if path.is_dir() else [path]
         if not in_folder:
             raise UserError(f"{path} lacks traces: name a folder with files such as rank0.json.gz")
-        files += sorted(in_folder)
+        files += sorted(in_folder, key=str)
     if not files:
         raise UserError("no trace is named: name a folder such as RUN/prior/profile, or files")
     if len(files) > MAX_TRACES:
@@ -154,7 +158,7 @@ def read_traces(paths: Sequence[Path], shown: bool = False) -> list[Trace]:
     return traces
 
 
-def read_trace(path: Path, number: int = 0) -> Trace:
+def read_trace(path: Path | Url, number: int = 0) -> Trace:
     """Read a trace, which has rank `number` unless it names its rank. Raises `UserError`."""
     text = _decompressed(path)
     try:
@@ -175,7 +179,7 @@ def read_trace(path: Path, number: int = 0) -> Trace:
     )
 
 
-def _events(path: Path, document: Any) -> list[Event]:
+def _events(path: Path | Url, document: Any) -> list[Event]:
     """Return the events of a parsed trace, sorted. Raises `UserError`."""
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         raise UserError(f"{path} is not a trace of torch.profiler: it lacks the list traceEvents")
@@ -189,9 +193,10 @@ def _events(path: Path, document: Any) -> list[Event]:
     return sorted(events, key=lambda event: (event.start, -event.end))
 
 
-def _decompressed(path: Path) -> bytes:
+def _decompressed(path: Path | Url) -> bytes:
     """Return the JSON text of a file. Raises `UserError` if it is larger than `MAX_BYTES`."""
-    require_file(path)
+    if isinstance(path, Path):
+        require_file(path)
     try:
         with path.open("rb") as file:
             compressed = file.read(2) == b"\x1f\x8b"

@@ -9,6 +9,7 @@ from limner.numerics.precision import Fp32
 from limner.profiling.analysis import analyze
 from limner.profiling.recording import ProfileRecorder, parse_steps
 from limner.profiling.trace import read_traces
+from limner.profiling.url import Url, path_or_url
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.train_state import TrainState
@@ -79,6 +80,21 @@ def test_recording_does_not_change_the_weights(recorded, tmp_path):
 def test_a_run_that_ends_early_writes_the_steps_so_far(tmp_path):
     run(tmp_path / "run", 3, [ProfileRecorder(tmp_path / "profile", 2, 9)])
     assert [step.number for step in read_traces([tmp_path / "profile"])[0].steps] == [3]
+
+
+def test_a_trace_at_a_url_has_the_steps(tmp_path):
+    run(tmp_path, 4, [ProfileRecorder(path_or_url("memory://recorded/prior"), 2, 4)])
+    (trace,) = read_traces(["memory://recorded/prior"])
+    assert str(trace.path) == "memory://recorded/prior/rank0.json.gz"
+    assert [step.number for step in trace.steps] == [3, 4]
+
+
+def test_training_continues_if_a_url_cannot_be_written(recorded, tmp_path):
+    with pytest.warns(
+        UserWarning, match=r"the trace of rank 0 is lost: gone://prior/rank0\.json\.gz cannot be written"
+    ):
+        weights = run(tmp_path, 6, [ProfileRecorder(Url("gone://prior", None, "prior"), 2, 4)])
+    assert all(map(torch.equal, recorded[1], weights))
 
 
 def test_a_run_without_the_steps_warns(tmp_path):
