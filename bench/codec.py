@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from limner.cli.malloc_tuning import restart_with_malloc_tunables
 from limner.numerics.formats import E6M9, UE6M10, FloatFormat
@@ -48,15 +48,15 @@ def main() -> None:
     restart_with_malloc_tunables()  # as in `limner train`; otherwise allocation dominates
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     for size in options.sizes:
-        functions, times = operations(size), max(1, (1 << 22) // size)
-        rates: dict[str, list[float]] = {name: [] for name in functions}
-        for turn in range(options.rounds + 1):
-            for name, function in functions.items():
-                start = time.perf_counter()
-                for _ in range(times):
-                    function()
-                if turn:  # the first turn compiles and warms up
-                    rates[name].append(times * size / (time.perf_counter() - start))
+        times, threads = max(1, (1 << 22) // size), torch.get_num_threads()
+        timers = {
+            name: Timer("function()", globals={"function": function}, num_threads=threads)
+            for name, function in operations(size).items()
+        }
+        rates: dict[str, list[float]] = {name: [] for name in timers}
+        for _ in range(options.rounds):
+            for name, timer in timers.items():
+                rates[name].append(size / timer.timeit(times).mean)  # after two calls that compile and warm up
         print(f"\n{size:,} values: millions per second (median of {options.rounds})")
         for name, samples in rates.items():
             print(f"{name:24} {statistics.median(samples) / 1e6:8.0f}")

@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from limner.cli.malloc_tuning import restart_with_malloc_tunables
 from limner.models.transformer import SIZES
@@ -70,17 +70,16 @@ def time_steps(
     optimizers: dict[str, OptimizerFactory], shapes: list[torch.Size], device: str, rounds: int, steps: int
 ) -> dict[str, list[float]]:
     """Return the seconds of a step of each optimizer in each round of `steps` steps."""
-    times: dict[str, list[float]] = {}
-    run = {name: optimizer_step(factory, shapes, device) for name, factory in optimizers.items()}
-    for turn in range(rounds + 1):
-        for name, step in run.items():
-            _synchronize(device)
-            start = time.perf_counter()
-            for _ in range(steps):
-                step()
-            _synchronize(device)
-            if turn:  # the first turn allocates the state, compiles and warms up
-                times.setdefault(name, []).append((time.perf_counter() - start) / steps)
+    timers = {
+        name: Timer(
+            "step()", globals={"step": optimizer_step(factory, shapes, device)}, num_threads=torch.get_num_threads()
+        )
+        for name, factory in optimizers.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            times[name].append(timer.timeit(steps).mean)  # after two steps that allocate, compile and warm up
     return times
 
 
@@ -91,11 +90,6 @@ def optimizer_step(factory: OptimizerFactory, shapes: list[torch.Size], device: 
     for p in parameters:
         p.grad = torch.randn(p.shape, generator=generator, device=device) * 1e-3
     return factory(parameters).step
-
-
-def _synchronize(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -13,5 +13,5 @@ def usage(tokens: Int64[Tensor, "..."], vocab: int) -> dict[str, Num[Tensor, ""]
         tokens: int64 of any shape, in [0, vocab).
     """
     counts = torch.bincount(tokens.flatten(), minlength=vocab).double()
-    p = counts[counts > 0] / counts.sum()
-    return {"codes": (counts > 0).sum(), "perplexity": (-(p * p.log()).sum()).exp()}
+    entropy = torch.special.entr(counts / counts.sum()).sum()  # 0 for codes that do not occur
+    return {"codes": (counts > 0).sum(), "perplexity": entropy.exp()}
