@@ -1,11 +1,14 @@
 """Recording by training and by two processes, and the diagnosis of staged scenarios in real traces."""
 
 import gzip
+import os
 import threading
 import time
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +29,9 @@ from limner.training.spans import span
 from profiles import cuda
 from ranks import on_ranks
 from tiny import tiny_recipe
+
+RUNS = int(os.environ.get("LIMNER_PROFILE_RUNS", "0"))  # of each scenario, all counted; 0: until one is diagnosed
+SHARE = 0.95  # of counted runs that are diagnosed
 
 
 def staged(kind: str, folder: str) -> None:
@@ -96,28 +102,38 @@ def staged(kind: str, folder: str) -> None:
     distributed.barrier()
 
 
+def diagnose(kind: str, folder: Path) -> tuple[bool, dict[str, Any]]:
+    """Record a scenario on two processes. Return True if its report names the bottleneck, and the report."""
+    folder.mkdir()
+    on_ranks(2, staged, kind, str(folder))
+    report = analyze(read_traces([folder]))
+    for row in report["steps"]:
+        assert row["total"] == sum(row[part] for part in PARTS)
+    for memory in report["memory"]:
+        assert memory["peak"] == memory["before"] + memory["live"]
+    texts = {advice["kind"]: advice["text"] for advice in report["recommendations"]}
+    if kind == "checkpointing":
+        return "activations" not in texts, report
+    culprit = "ank 1 computes" if kind in ("straggler", "uneven-stages") else ""
+    return kind in texts and culprit in texts[kind].replace("pipeline stage of r", "R"), report
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["straggler", "small-batch", "input", "uneven-stages", "large-tensor", "activations", "checkpointing"]
 )
 def test_a_staged_bottleneck_is_named(tmp_path, kind):
-    for attempt in ("first", "second"):  # other processes of a busy machine stretch short operators
-        (tmp_path / attempt).mkdir()
-        on_ranks(2, staged, kind, str(tmp_path / attempt))
-        report = analyze(read_traces([tmp_path / attempt]))
-        texts = {advice["kind"]: advice["text"] for advice in report["recommendations"]}
-        if (kind in texts) != (kind == "checkpointing"):
+    right, report = 0, {}
+    for run in range(RUNS or 2):  # other processes of a busy machine stretch short operators
+        named, report = diagnose(kind, tmp_path / str(run))
+        right += named
+        if RUNS:
+            kinds = ", ".join(advice["kind"] for advice in report["recommendations"])
+            print(f"\n{kind}: {right} of {run + 1} runs diagnosed, the last one with: {kinds or 'nothing'}")
+        elif named:
             break
-    if kind == "checkpointing":
-        assert "activations" not in texts
-    else:
-        assert kind in texts, (report["ranks"], report["operator_time"], texts)
-    if kind in ("straggler", "uneven-stages"):
-        assert "ank 1 computes" in texts[kind].replace("pipeline stage of r", "R")
-    for row in report["steps"]:
-        assert row["total"] == sum(row[part] for part in PARTS)
-    for memory in report["memory"]:
-        assert memory["peak"] == memory["before"] + memory["live"]
+    shown = (report["ranks"], report["operator_time"], report["recommendations"])
+    assert right >= max(1, SHARE * RUNS), shown
 
 
 def test_training_records_and_the_command_reports(tmp_path, capsys):
