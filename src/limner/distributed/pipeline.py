@@ -196,7 +196,7 @@ class Pipelined(Replicated):
             return super().gradients(run, batch)
         if run.config.scaling in ("loss", "tensors"):
             raise UserError(
-                f"scaling {run.config.scaling} does not work in a pipeline: choose resblocks or none, or --parallel fsdp"
+                f"scaling {run.config.scaling} does not work in a pipeline: choose resblocks, none, or --parallel fsdp"
             )
         rows, batch = len(next(iter(batch.values()))), self._with_batch_stats(run, batch)
         batch = {name: to_device(x, run.device) for name, x in batch.items()}

@@ -135,7 +135,7 @@ def test_a_pipeline_does_not_lose_gradients_without_an_error() -> None:
 def test_a_pipeline_does_not_scale_the_loss() -> None:
     with join_process_group("pipeline") as parallel:
         run = begin(parallel, scaling="loss")
-        with pytest.raises(UserError, match="scaling loss does not work in a pipeline: choose resblocks or none, or"):
+        with pytest.raises(UserError, match="scaling loss does not work in a pipeline: choose resblocks, none, or"):
             update(run, batch(0, run.parallel))
 
 
