@@ -51,6 +51,7 @@ EXPERIMENTS = {
     "elastic-pipeline": "elastic_pipeline",
     "chunks": "elastic_pipeline",
     "detector": "detectors",
+    "svcca": "svcca",
     "freeze-alpha": "freezing",
     "cache-timing": "freezing",
 }

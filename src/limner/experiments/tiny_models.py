@@ -148,12 +148,16 @@ def resized_clip(width: int, depth: int) -> CLIPConfig:
     return replace(CLIP, width=width, depth=depth, heads=max(2, width // 64), embedding=width)
 
 
+def held_out(count: int) -> dict[str, Int64[Tensor, "N n"]]:
+    """Return the tokens of new scenes and of their captions, a batch of a prior."""
+    return {"text": scenes(count, seed=1)[1], "image": _image_tokens(count, 1)}
+
+
 @torch.no_grad()
 def held_out_loss(model: nn.Module) -> float:
     """Return a prior's training loss on 512 new scenes."""
     model.eval()
-    batch = {"text": scenes(512, seed=1)[1], "image": _image_tokens(512, 1)}
-    loss, _ = Autoregressive()(model, batch, 0, None)  # pyright: ignore[reportArgumentType]
+    loss, _ = Autoregressive()(model, held_out(512), 0, None)  # pyright: ignore[reportArgumentType]
     model.train()
     return loss.item()
 
