@@ -63,6 +63,9 @@ class Train(Validated):
     pipeline_schedule: process_group.PipelineSchedule = "1f1b"
     """Order of the micro-batches, for pipeline: 1f1b stores the activations of few micro-batches, gpipe of all;
     interleaved gives each process two parts of the model, and waits less."""
+    pipeline_search: bool = False
+    """Time the first updates with K to 6K micro-batches, for pipelines of K processes, and keep the fastest number;
+    2K without a search. The choice depends on time, so repeated runs may round differently."""
     deterministic: bool = False
     """Train reproducibly: the same command gives the same weights. Slower on GPUs; stages are trained one by one."""
     debug_nonfinite: bool = False
@@ -105,9 +108,12 @@ def main(argv: Sequence[str]) -> None:
         time_estimate.print_estimate(resolved, options.out, stages, recipes.fallback_recipe(options.recipe))
 
     stage_hooks = _stage_hooks(options)
+    if options.deterministic and options.pipeline_search:
+        raise UserError("--pipeline-search chooses by measured times: omit it, or --deterministic")
     joined = process_group.join_process_group(
-        options.parallel, options.dp_replicate, _reducer(options), options.pipeline_stages, options.pipeline_schedule
-    )
+        options.parallel, options.dp_replicate, _reducer(options), options.pipeline_stages, options.pipeline_schedule,
+        options.pipeline_search,
+    )  # fmt: skip
     with deterministic(options.deterministic), joined as parallel:
         if options.debug_nonfinite and parallel:
             raise UserError("--debug-nonfinite repeats a step in one process: run the command without torchrun")

@@ -18,7 +18,7 @@ A model whose objective is not a `StagedObjective` is trained by all processes a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,16 +28,17 @@ from torch import Tensor, distributed, nn
 
 from limner.blocks import leading_part
 from limner.distributed.gradient_reducers import Fp32Reducer, Replicas, buckets
+from limner.distributed.microbatch_search import MicrobatchCount
 from limner.distributed.overlapped_reducer import OverlappedReducer
 from limner.distributed.pipeline_layout import PipelineLayout, parameter_stages, unit_weights
-from limner.distributed.pipeline_schedule import Order, ScheduleRunner, count_microbatches
-from limner.distributed.pipeline_transition import move
+from limner.distributed.pipeline_schedule import Order, ScheduleRunner
+from limner.distributed.pipeline_transition import move, named_states
 from limner.distributed.replicated import ReducerFactory, Replicated
 from limner.distributed.sharded_checkpoint import ShardedCheckpointer
 from limner.errors import UserError
 from limner.training.checkpoint import Checkpointer
 from limner.training.parallel import GradientInputs, Reduction, to_device
-from limner.training.state import load_optimizers, optimizer_tensors
+from limner.training.state import load_optimizers
 from limner.training.train_module import Batch, StagedObjective, Trainable
 from limner.training.train_state import TrainState
 
@@ -52,6 +53,7 @@ class Pipelined(Replicated):
         order: order of the micro-batches on a stage with one piece of the model. With several `chunks` it is that of
             the interleaved schedule.
         make_reducer: as for `Replicated`, but averages replicas in fp32 without a rank.
+        make_count: constructor of `count`, which chooses the number of micro-batches, such as `MicrobatchSearch`.
 
     Attributes:
         stages: stage of each parameter of the current model by name; {} if the model is not cut.
@@ -62,11 +64,13 @@ class Pipelined(Replicated):
     can_freeze = True
 
     def __init__(
-        self, layout: PipelineLayout, order: Order = "1f1b", make_reducer: ReducerFactory | None = None
-    ) -> None:
+        self, layout: PipelineLayout, order: Order = "1f1b", make_reducer: ReducerFactory | None = None,
+        make_count: Callable[[torch.device], MicrobatchCount] = MicrobatchCount,
+    ) -> None:  # fmt: skip
         super().__init__(make_reducer)
         self.layout = self._initial_layout = self._checked(layout)
         self.order: Order = order
+        self._make_count, self.count = make_count, make_count(self.device)
         self._staged = False  # the current model is divided into stages
         self._trained: frozenset[str] = frozenset()  # parameters that may train, by name
         self.stages: dict[str, int] = {}
@@ -86,7 +90,7 @@ class Pipelined(Replicated):
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """All processes must have built the complete model. The device holds the parameters of the stage only."""
         self._destroy_groups()
-        self._trainable, self.layout = trainable, self._initial_layout
+        self._trainable, self.layout, self.count = trainable, self._initial_layout, self._make_count(self.device)
         has_blocks = isinstance(getattr(trainable.model, "blocks", None), nn.ModuleList)
         self._staged = isinstance(trainable.objective, StagedObjective) and has_blocks
         if not self._staged:
@@ -160,7 +164,7 @@ class Pipelined(Replicated):
         stages = parameter_stages(run.model, layout)
         needed = [{n for n, stage in stages.items() if stage == layout.stage(r)} for r in range(self.world_size)]
         groups: dict[str, dict[str, Tensor]] = {}
-        states = _named_states(run) | {f"tensors/{name}": x for name, x in tensors.items()}
+        states = named_states(run) | {f"tensors/{name}": x for name, x in tensors.items()}
         for key, tensor in move(states, needed, self.device).items():
             group, _, name = key.partition("/")
             groups.setdefault(group, {})[name] = tensor
@@ -184,13 +188,13 @@ class Pipelined(Replicated):
 
     def layout_values(self, run: TrainState) -> dict[str, int]:
         stages, replicas = self.layout.stages, self.layout.replicas
-        microbatches = count_microbatches(run.config.batch_size // replicas, self.layout, run.config.accumulate)
+        microbatches = self.count.choose(run.config.batch_size // replicas, self.layout, run.config.accumulate)
         return {"stages": stages, "replicas": replicas, "microbatches": microbatches}
 
     def gradients(self, run: GradientInputs, batch: Batch) -> dict[str, Tensor]:
         """Run the schedule; the metrics are those of this process's pipeline.
 
-        The first call of a layout checks that each trained parameter gets a gradient, and raises `RuntimeError` if not.
+        The first call of a schedule checks that each trained parameter gets a gradient, else raises `RuntimeError`.
         """
         if not self._staged:
             return super().gradients(run, batch)
@@ -200,13 +204,19 @@ class Pipelined(Replicated):
             )
         rows, batch = len(next(iter(batch.values()))), self._with_batch_stats(run, batch)
         batch = {name: to_device(x, run.device) for name, x in batch.items()}
-        if self._pipeline is not None and self._pipeline.rows == rows:
+        m = self.count.choose(rows, self.layout, run.config.accumulate)
+        self.count.begin(self.layout.stages, m)
+        if self._pipeline is not None and (self._pipeline.rows, self._pipeline.microbatches) == (rows, m):
             return self._pipeline.gradients(batch)
         for part in leading_part(run.trainable.model, self.layout.frozen):  # their optimizer states stay
             part.requires_grad_(False)
-        self._pipeline = ScheduleRunner(run, rows, self.layout, self.order, self._pipeline_group, self.reduction)
+        self._pipeline = ScheduleRunner(run, rows, m, self.layout, self.order, self._pipeline_group, self.reduction)
         with self._check_gradients():
             return self._pipeline.gradients(batch)
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().reduce(parameters)
+        self.count.end()
 
     @contextmanager
     def _check_gradients(self) -> Iterator[None]:
@@ -278,17 +288,6 @@ class PipelineCheckpointer(ShardedCheckpointer):
 
     def is_part(self, parameter: str, value: Tensor) -> bool:
         return parameter in self._strategy.stages
-
-
-def _named_states(run: TrainState) -> dict[str, Tensor]:
-    """Return the tensors of this process's parameters by "GROUP/PARAMETER"; a group for each optimizer state."""
-    states = {f"model/{name}": p.detach() for name, p in run.model.named_parameters()}
-    states |= {f"ema/{name}": x for name, x in (run.ema.state_dict() if run.ema else {}).items()}
-    states |= {f"errors/{name}": x for name, x in run.parallel.reduction.mean_error_buffers().items()}
-    for entry, tensor in optimizer_tensors(run.model, run.optimizers).items():
-        key, _, name = entry.partition(".")
-        states[f"{key}/{name}"] = tensor
-    return {key: x for key, x in states.items() if not x.is_meta}
 
 
 def _set_parameter(model: nn.Module, name: str, p: nn.Parameter) -> None:

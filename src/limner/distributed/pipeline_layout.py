@@ -32,6 +32,7 @@ from limner.validation import Range, Validated
 
 __all__ = ["PipelineLayout", "parameter_stages", "partition", "unit_weights"]
 
+MAX_MICROBATCHES_PER_STAGE = 6  # upper end of the paper's search for the number of micro-batches
 FROZEN_COST = 1 / 6  # cost of a frozen parameter relative to a trained one (PipeTransformer, section 4.2)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from limner.distributed.pipeline_layout import PipelineLayout
+from limner.distributed.pipeline_layout import MAX_MICROBATCHES_PER_STAGE, PipelineLayout
 from limner.errors import UserError
 from limner.numerics.precision import upcast
 from limner.training.parallel import GradientInputs, Reduction
@@ -35,15 +35,28 @@ MIN_MICROBATCHES_PER_STAGE = 2  # if the batch allows: more shorten the bubble, 
 def count_microbatches(rows: int, layout: PipelineLayout, least: int) -> int:
     """Return M, the number of micro-batches of equal size into which a pipeline divides its rows: a multiple of K, and
     at least `least` if the rows allow. Raises `UserError` if K does not divide the rows."""
+    stages, choices = layout.stages, _microbatch_counts(rows, layout)
+    least = max(least, MIN_MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
+    return next((m for m in choices if m >= least), choices[-1])
+
+
+def microbatch_candidates(rows: int, layout: PipelineLayout, least: int) -> list[int]:
+    """Return each M from K to 6 K that a search tries, by the rules of `count_microbatches`. A single stage does not
+    wait, so it has one candidate."""
+    most = MAX_MICROBATCHES_PER_STAGE * layout.stages if layout.stages > 1 else 0
+    candidates = [m for m in _microbatch_counts(rows, layout) if least <= m <= most]
+    return candidates or [count_microbatches(rows, layout, least)]
+
+
+def _microbatch_counts(rows: int, layout: PipelineLayout) -> list[int]:
+    """Return the multiples of K that divide the rows."""
     stages = layout.stages
     if rows % stages:
         raise UserError(
             f"{rows} samples cannot be divided among {stages} pipeline stages: choose a batch_size that is a multiple "
             f"of {layout.world_size}"
         )
-    least = max(least, MIN_MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
-    choices = [stages * n for n in range(1, rows // stages + 1) if (rows // stages) % n == 0]
-    return next((m for m in choices if m >= least), choices[-1])
+    return [stages * n for n in range(1, rows // stages + 1) if (rows // stages) % n == 0]
 
 
 class ScheduleRunner:
@@ -51,17 +64,18 @@ class ScheduleRunner:
 
     Args:
         run: the run, whose model has the parameters of this process's parts.
+        microbatches: M, which divides the rows.
         group: processes of the pipeline, by stage.
         reduction: averages gradients over replicas; `last` marks the last backward pass of each part.
     """
 
     def __init__(
-        self, run: GradientInputs, rows: int, layout: PipelineLayout, order: Order, group: Any, reduction: Reduction
-    ) -> None:
-        self.run, self.rows, self.layout, self.group = run, rows, layout, group
+        self, run: GradientInputs, rows: int, microbatches: int, layout: PipelineLayout, order: Order, group: Any,
+        reduction: Reduction,
+    ) -> None:  # fmt: skip
+        self.run, self.rows, self.microbatches, self.layout, self.group = run, rows, microbatches, layout, group
         self.model: Any = run.trainable.model
         self.objective: Any = run.trainable.objective
-        self.microbatches = count_microbatches(rows, layout, run.config.accumulate)
         self._pieces = layout.chunk_blocks(self.model)
         self._stage = group.rank()
         self._values: list[Mapping[str, Tensor]] = []  # metrics of micro-batches, on the last stage
@@ -102,6 +116,7 @@ class ScheduleRunner:
             metrics["loss"] = upcast(torch.stack(losses).detach()).sum()
             for name in self._values[0]:
                 metrics[name] = upcast(torch.stack([values[name] for values in self._values])).mean()
+            metrics["microbatches"] = metrics["loss"].new_tensor(self.microbatches)
         last = {"group": self.group, "group_src": self.layout.stages - 1}
         if self._metrics is None:
             described = [(list(metrics), metrics["loss"].dtype) if self.is_last else None]

@@ -11,7 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, distributed
 
-__all__ = ["Message", "messages", "move"]
+from limner.training.state import optimizer_tensors
+from limner.training.train_state import TrainState
+
+__all__ = ["Message", "messages", "move", "named_states"]
 
 
 class Message(NamedTuple):
@@ -70,3 +73,14 @@ def move(tensors: Mapping[str, Tensor], needed: Sequence[Collection[str]], devic
 def _as_bytes(x: Tensor) -> Tensor:
     """View a contiguous tensor as bytes, which gloo sends for all formats."""
     return x.view(-1).view(torch.uint8)
+
+
+def named_states(run: TrainState) -> dict[str, Tensor]:
+    """Return the tensors of this process's parameters by "GROUP/PARAMETER"; a group for each optimizer state."""
+    states = {f"model/{name}": p.detach() for name, p in run.model.named_parameters()}
+    states |= {f"ema/{name}": x for name, x in (run.ema.state_dict() if run.ema else {}).items()}
+    states |= {f"errors/{name}": x for name, x in run.parallel.reduction.mean_error_buffers().items()}
+    for entry, tensor in optimizer_tensors(run.model, run.optimizers).items():
+        key, _, name = entry.partition(".")
+        states[f"{key}/{name}"] = tensor
+    return {key: x for key, x in states.items() if not x.is_meta}

@@ -60,6 +60,7 @@ def join_process_group(
     make_reducer: ReducerFactory | None = None,
     pipeline_stages: int | None = None,
     pipeline_schedule: PipelineSchedule = "1f1b",
+    pipeline_search: bool = False,
 ) -> Iterator[Replicated | None]:
     """Join the process group within the block and yield the strategy; yield None in a single process. Only the first
     rank shows warnings.
@@ -69,12 +70,13 @@ def join_process_group(
         replicas: number of replicas of sharded weights; "per-node" takes the number of machines at this start.
         make_reducer: constructor of a gradient reducer for each trained model (`Replicated`).
         pipeline_stages, pipeline_schedule: processes of a pipeline, by default all, and its schedule.
+        pipeline_search: find the number of micro-batches by the times of the first updates.
 
     Raises `UserError` if the processes cannot connect, if another process has ended or does not answer, or if `kind`,
     `replicas` and the number of processes do not match.
     """
-    if kind != "pipeline" and (pipeline_stages or pipeline_schedule != "1f1b"):
-        raise UserError("--pipeline-stages and --pipeline-schedule need --parallel pipeline")
+    if kind != "pipeline" and (pipeline_stages or pipeline_schedule != "1f1b" or pipeline_search):
+        raise UserError("--pipeline-stages, --pipeline-schedule and --pipeline-search need --parallel pipeline")
     if not os.environ.get("RANK"):
         if kind != "ddp" or replicas != 1 or make_reducer:
             raise UserError("--parallel, --dp-replicate, --grad-compression need processes: start them with torchrun")
@@ -86,7 +88,7 @@ def join_process_group(
     try:
         with warnings.catch_warnings(action="ignore") if rank() else nullcontext():
             if kind == "pipeline":
-                yield _pipelined(replicas, make_reducer, pipeline_stages, pipeline_schedule)
+                yield _pipelined(replicas, make_reducer, pipeline_stages, pipeline_schedule, pipeline_search)
             else:
                 yield _strategy(kind, replicas, make_reducer)
     except RuntimeError as error:
@@ -103,9 +105,12 @@ def join_process_group(
 
 
 def _pipelined(
-    replicas: int | PerNode, make_reducer: ReducerFactory | None, stages: int | None, schedule: PipelineSchedule
-) -> Replicated:
-    from limner.distributed.pipeline import Pipelined  # imported here because it takes half a second
+    replicas: int | PerNode, make_reducer: ReducerFactory | None, stages: int | None, schedule: PipelineSchedule,
+    search: bool,
+) -> Replicated:  # fmt: skip
+    # imported here because pipelines take half a second
+    from limner.distributed.microbatch_search import MicrobatchCount, MicrobatchSearch
+    from limner.distributed.pipeline import Pipelined
 
     world_size = distributed.get_world_size()
     stages = stages or world_size
@@ -125,7 +130,8 @@ def _pipelined(
         )
     chunks = INTERLEAVED_CHUNKS if schedule == "interleaved" else 1
     layout = PipelineLayout(stages=stages, replicas=world_size // stages, chunks=chunks)
-    return Pipelined(layout, "gpipe" if schedule == "gpipe" else "1f1b", make_reducer)
+    order, make_count = "gpipe" if schedule == "gpipe" else "1f1b", MicrobatchSearch if search else MicrobatchCount
+    return Pipelined(layout, order, make_reducer, make_count)
 
 
 def _strategy(kind: Kind, replicas: int | PerNode, make_reducer: ReducerFactory | None) -> Replicated:

@@ -33,10 +33,9 @@ from math import ceil, log
 from pathlib import Path
 from statistics import mean
 
-from limner.distributed.pipeline_layout import PipelineLayout, partition
+from limner.distributed.pipeline_layout import MAX_MICROBATCHES_PER_STAGE, PipelineLayout, partition
 from limner.experiments.report import Finding, experiment
 from limner.planner.pipeline_schedules import gpipe
-from limner.planner.pipeline_search import MAX_MICROBATCHES_PER_STAGE
 from limner.planner.pipeline_simulator import Cost, Link, Pipeline, freeze, merge, simulate
 
 LAYERS, WIDTH, POSITIONS, CLASSES = 12, 768, 197, 1_000  # ViT-B/16 at 224 pixels

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from limner.distributed.pipeline_layout import partition
+from limner.distributed.pipeline_layout import MAX_MICROBATCHES_PER_STAGE, partition
 from limner.planner.pipeline_simulator import Cost, Pipeline, Simulated, merge, simulate
-
-MAX_MICROBATCHES_PER_STAGE = 6  # upper end of the paper's search
 
 
 @dataclass(frozen=True, kw_only=True)

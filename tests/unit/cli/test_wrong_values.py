@@ -235,3 +235,11 @@ def test_any_kind_is_chosen_by_name(trained, capsys):
         assert says in capsys.readouterr().err
     assert trained("--dvae.objective", "BalancedELB", recipe="laptop")[0] == 2  # whose dVAE has one kind
     assert "unknown: --dvae.objective" in capsys.readouterr().err
+
+
+def test_a_choice_by_time_is_not_deterministic(tmp_path, capsys):
+    train = ["train", "nowhere", "--recipe", "tiny", "--out", str(tmp_path / "run"), "--pipeline-search"]
+    assert main([*train, "--deterministic"]) == 2
+    assert "--pipeline-search chooses by measured times: omit it, or --deterministic" in capsys.readouterr().err
+    assert main(train) == 2
+    assert "--pipeline-search need --parallel pipeline" in capsys.readouterr().err

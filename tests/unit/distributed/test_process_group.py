@@ -94,8 +94,9 @@ def test_one_replica_that_was_asked_for_has_nothing_to_send() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("fsdp", 1, None, 2), "--pipeline-stages and --pipeline-schedule need --parallel pipeline"),
-        (("ddp", 1, None, None, "gpipe"), "--pipeline-stages and --pipeline-schedule need --parallel pipeline"),
+        (("fsdp", 1, None, 2), "--pipeline-search need --parallel pipeline"),
+        (("ddp", 1, None, None, "gpipe"), "--pipeline-search need --parallel pipeline"),
+        (("ddp", 1, None, None, "1f1b", True), "--pipeline-search need --parallel pipeline"),
         (("pipeline", 2), "omit --dp-replicate, choose --pipeline-stages"),
         (("pipeline", 1, None, 2), "1 processes cannot be divided into pipelines of 2: choose --pipeline-stages"),
         (("pipeline", 1, PowerSGD), "one pipeline, so --grad-compression has no effect"),
