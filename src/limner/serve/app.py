@@ -1,8 +1,6 @@
 """The HTTP application: OpenAI's Images API, models, health, metrics, and the page.
 
     app = create_app({"scenes": limner.load("scenes")})
-
-A policy may refuse prompts: `create_app(pipes, policy=lambda prompt: "reason" if bad(prompt) else None)`.
 """
 
 from __future__ import annotations
