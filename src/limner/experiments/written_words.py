@@ -1,8 +1,8 @@
 """Words in pictures (Ramesh et al. 2021, Figure 2b): does a prior write words that its training lacks?
 
 Pictures are signs (`tasks/signs.py`) as 6 x 6 tokens. The codes are all distinct patches, two of which are a letter, so
-the reader checks the prior alone. Captions in training have BPE dropout or not: without it, a frequent word is always
-one token, which does not show its letters.
+the reader checks the prior alone. Captions in training have BPE dropout or not: with it, the prior also sees a word
+split into its letters.
 """
 
 from __future__ import annotations
