@@ -1,6 +1,6 @@
 """The HTTP application: OpenAI's Images API, models, health, metrics, and the page.
 
-    app = create_app({"scenes": limner.load("scenes")})
+app = create_app({"scenes": limner.load("scenes")})
 """
 
 from __future__ import annotations
