@@ -67,7 +67,8 @@ class BlockRecorder(Hook):
 
 
 def trial(*, every: int, **settings: Any) -> Result:
-    """Return the losses, and the similarity of each block in each snapshot with the same block at the end: [K][L]."""
+    """Return the losses, and the similarity of each block in each snapshot with the same block at the end: K lists with
+    L numbers."""
     recorder = BlockRecorder(every)
     run, losses = train_prior(model=PRIOR, hooks=lambda run: [recorder], **settings)
     recorder.record(run)
