@@ -9,7 +9,6 @@ The signature covers the statement that a trained model created the picture, and
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 import c2pa
@@ -17,6 +16,7 @@ from PIL import Image
 
 from limner.drawing import SOURCE_TYPE, Drawing, ImageKind
 from limner.errors import UserError, escape_control
+from limner.json_files import parse_json
 from limner.version import __version__
 
 __all__ = ["Signer"]
@@ -77,7 +77,7 @@ class Signer:
         """
         drawing = Drawing(image=Image.new("RGB", (8, 8)), caption="test", score=0, seed=0, candidate=1, model="test")
         with c2pa.Reader("image/png", io.BytesIO(self(drawing.png(), "png", drawing))) as reader:
-            found = json.loads(reader.json())
+            found = parse_json(reader.json())
         codes = {status["code"] for status in found.get("validation_status", ())} - {"signingCredential.untrusted"}
         return ", ".join(sorted(codes)) or None
 
