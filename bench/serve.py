@@ -129,6 +129,14 @@ def offline_round(process: Offline, pictures: int) -> Round:
     return Round(time.monotonic() - begin, process.cpu_seconds() - cpu, pictures)
 
 
+def draw(connection: http.client.HTTPConnection, caption: str, seed: int) -> tuple[int, bytes]:
+    """Ask for one picture of one candidate. Return status and body of the answer."""
+    body = {"prompt": caption, "candidates": 1, "seed": seed}
+    connection.request("POST", "/v1/images/generations", json.dumps(body), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
 def client_round(server: Server, clients: int, pause: float, captions: int, pictures: float, seconds: float) -> Round:
     """Let clients ask for a number of pictures, or for some seconds."""
     begin, cpu, numbers = time.monotonic(), server.cpu_seconds(), itertools.count()
@@ -139,11 +147,8 @@ def client_round(server: Server, clients: int, pause: float, captions: int, pict
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
         while (number := next(numbers)) < pictures and time.monotonic() < begin + seconds:
             sent = time.monotonic()
-            body = {"prompt": CAPTIONS[number % captions], "candidates": 1, "seed": number}
-            connection.request("POST", "/v1/images/generations", json.dumps(body), {"content-type": "application/json"})
-            answer = connection.getresponse()
-            content = answer.read()
-            if answer.status != 200:
+            status, content = draw(connection, CAPTIONS[number % captions], number)
+            if status != 200:
                 failures.append(content.decode()[:300])
                 return
             waits[i].append(time.monotonic() - sent)
@@ -168,10 +173,8 @@ def kill_round(model: str, clients: int) -> dict[str, float]:
 
     def ask(seed: int) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
-        body = {"prompt": CAPTIONS[seed % len(CAPTIONS)], "candidates": 1, "seed": seed}
         try:
-            connection.request("POST", "/v1/images/generations", json.dumps(body), {"content-type": "application/json"})
-            content = connection.getresponse().read()
+            _, content = draw(connection, CAPTIONS[seed % len(CAPTIONS)], seed)
         except (OSError, http.client.HTTPException):
             answers.append("connection lost")
             return

@@ -38,7 +38,7 @@ class Signer:
 
     def __init__(self, certificates: Path, key: Path) -> None:
         pems = [_read(path) for path in (certificates, key)]
-        problems = dict[str, str]()
+        problems = list[str]()
         for algorithm in _ALGORITHMS:
             self._info = c2pa.C2paSignerInfo(algorithm, pems[0], pems[1], None)
             try:
@@ -47,8 +47,8 @@ class Signer:
                 problem = " ".join(str(error).split())
             if problem is None:
                 return
-            problems[problem] = algorithm
-        problem = next((text for text in problems if "private key" not in text), next(iter(problems)))
+            problems.append(problem)
+        problem = next((text for text in problems if "private key" not in text), problems[0])
         raise UserError(
             f"{escape_control(str(key))} cannot sign with the certificate in {escape_control(str(certificates))} "
             f"({escape_control(problem)}): give a PKCS #8 key and the chain of a certificate for signing"

@@ -63,7 +63,8 @@ def read_sign(picture: np.ndarray) -> Sign | None:
     errors = np.square(cells[:, None].astype(np.float32) - known).mean((2, 3, 4))
     if errors.min(1).max() > _MAX_ERROR:
         return None
-    found = [list(templates)[i] for i in errors.argmin(1)]
+    names = list(templates)
+    found = [names[i] for i in errors.argmin(1)]
     text = "\n".join("".join(letter for letter, _ in found[i : i + _LETTERS]) for i in range(0, len(found), _LETTERS))
     words, inks = text.split(), {ink for _, ink in found if ink}
     return Sign(words[0], inks.pop()) if len(words) == len(inks) == 1 else None
