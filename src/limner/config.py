@@ -5,7 +5,7 @@ JSON is saved with the run and in each checkpoint. Reading is strict: an unknown
 raises `UserError` with its path and the nearest valid key. Reading never imports a class by name, so an untrusted
 config file cannot execute code.
 
-Fields may be `bool`, `int`, `float`, `str`, `Literal[...]`, a `tuple` of fixed length, another dataclass,
+Fields may be `bool`, `int`, `float`, `str`, `Literal[...]`, a `tuple` of fixed length or of any, another dataclass,
 a union of dataclasses, or a union of one of these with None. For a union (such as constant, cosine or plateau) the
 dictionary has the class name under `"type"`, so variants do not need flags. If no member has settings (such as auto,
 bf16 or fp32), the value is the name in lower case.
@@ -106,8 +106,10 @@ def from_dict(hint: Any, value: Any, where: str = "") -> Any:
             raise UserError(f"{at} {invalid_choice(value, args)}")
         return value
     if get_origin(hint) is tuple:
+        if args[1:] == (...,) and isinstance(value, (list, tuple)):
+            args = args[:1] * len(value)
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
-            raise _wrong_type(f"a list of {len(args)} values", value, at)
+            raise _wrong_type("a list" if ... in args else f"a list of {len(args)} values", value, at)
         return tuple(
             from_dict(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(args, value, strict=True))
         )

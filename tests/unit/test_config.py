@@ -45,6 +45,7 @@ class Run:
     name: str | None = None
     shuffle: bool = True
     steps: int | None = None
+    keys: tuple[str, ...] = ()
 
 
 FULL = Run(
@@ -54,6 +55,7 @@ FULL = Run(
     slope=Steep(),
     name="x",
     steps=3,
+    keys=("subject", "set"),
 )
 
 
@@ -87,6 +89,8 @@ def test_absent_keys_keep_their_defaults() -> None:
         ({"lr": "fast"}, "lr must be a number, not 'fast'"),
         ({"lr": None}, "lr must be a number, not None"),
         ({"shuffle": 1}, "shuffle must be true or false"),
+        ({"keys": "subject"}, "keys must be a list, not 'subject'"),
+        ({"keys": ["subject", 3]}, "keys[1] must be a string"),
         ({"steps": "3"}, "steps must be an integer, not '3'"),
         ({"schedule": {"type": "Rmap"}}, "(did you mean 'Ramp'?)"),
         ({"schedule": {"type": ["Ramp"]}}, "schedule.type cannot be ['Ramp']: choose 'Flat', 'Ramp'"),
