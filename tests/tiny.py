@@ -17,9 +17,9 @@ from limner.text.bpe import Tokenizer
 WORDS = ["a small red circle above a large blue square on a gray background", "two green crosses, teal background"]
 
 
-def tiny_pipe(seed: int = 0, sharp: float = 20.0, patches: bool = False) -> TextToImage:
+def tiny_pipe(seed: int = 0, sharp: float = 20.0, patches: bool = False, condition_blocks: int = 0) -> TextToImage:
     """24 x 24 pixels, 6 x 6 tokens. `sharp` scales the image logits, so that captions make a difference; the dVAE is
-    the paper's in small, or one of `patches`."""
+    the paper's in small, or one of `patches`. With `condition_blocks` the prior takes a picture to follow."""
     tokenizer = Tokenizer.train(WORDS * 3, 300)
     vocab = tokenizer.vocab_size
     torch.manual_seed(seed)
@@ -29,7 +29,15 @@ def tiny_pipe(seed: int = 0, sharp: float = 20.0, patches: bool = False) -> Text
     else:
         dvae = DVAEConfig(size=24, width=8, groups=3, blocks=1, vocab=32, code_width=8, code_gain=3.0).build()
     prior = TransformerConfig(
-        text_vocab=vocab, image_vocab=32, text_len=30, grid=(6, 6), width=32, depth=5, heads=2, kernel=3
+        text_vocab=vocab,
+        image_vocab=32,
+        text_len=30,
+        grid=(6, 6),
+        width=32,
+        depth=5,
+        heads=2,
+        kernel=3,
+        condition_blocks=condition_blocks,
     ).build()
     with torch.no_grad():
         prior.head.image.weight *= sharp

@@ -28,7 +28,7 @@ from limner.errors import UserError
 from limner.models.contrastive import CLIP
 from limner.models.image_tokenizer import ImageTokenizer
 from limner.models.transformer import Transformer
-from limner.priming import prompt
+from limner.priming import add_given, prompt, square
 from limner.progress import Advance
 from limner.reranker import load_clip
 from limner.sampling.engine import (
@@ -115,7 +115,7 @@ class TextToImage:
             options: candidates, seed and sampler; `settings` override fields:
                 `pipe(caption, candidates=8, temperature=0.9)`.
             n: number of drawings to return, distinct ones first. At least n candidates are drawn.
-            prompt_tokens: fixed tokens of a picture, from `prime`.
+            prompt_tokens: fixed tokens of a picture, from `prime`, or a picture to follow, from `like`.
             progress: called with the number of candidates drawn since the last call.
             on_preview: called with a `Preview` of a batch of candidates after every `preview_every` rows of tokens.
 
@@ -143,6 +143,11 @@ class TextToImage:
         pixels, unset = prompt(image, self.dvae.config.size, self.dvae.config.grid, keep_rows, mask)
         tokens = self.dvae.tokenize(torch.from_numpy(pixels)[None].to(self.device))
         return tokens.masked_fill(torch.from_numpy(unset).to(self.device), UNSET)
+
+    def like(self, image: Image.Image) -> Tensor:
+        """Return prompt tokens [1, 2 S] that ask for a picture like this one, but as the caption says."""
+        tokens = self.dvae.tokenize(torch.from_numpy(square(image, self.size))[None].to(self.device))
+        return torch.cat([torch.full_like(tokens, UNSET), tokens], 1)
 
     def draw_many(
         self,
@@ -222,11 +227,12 @@ class TextToImage:
     def request(self, caption: str, count: int, *, sampler: Sampler, **settings: Any) -> Request:
         """Return a request of `count` candidates for the engine; `settings` are those of `Request`.
 
-        Raises `UserError` if the caption is empty or not valid Unicode.
+        Raises `UserError` if the caption is empty or not valid Unicode, or if the model cannot take a given picture.
         """
         text = self.tokenizer.encode([caption], self.prior.config.text_len)[0]
         rerank_text = self.rerank_tokenizer.encode([caption], self.contrastive.config.text_len)[0]
         sampler = sampler.with_defaults(self.defaults.sampler)
+        text, settings["prompt_tokens"] = add_given(text, settings.get("prompt_tokens"), self.prior.config)
         return Request(text=text, rerank_text=rerank_text, candidates=count, sampler=sampler, **settings)
 
     @property

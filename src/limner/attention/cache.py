@@ -189,6 +189,7 @@ class KVCache:
     length: Position = 0  # if a tensor [M, 1], of each row
     captions: Sequence[int] | None = None  # of each row; None if captions have equal numbers of rows, in order
     texts: Sequence[Hashable] = ()  # of each caption; `put` needs them
+    added: Tensor | None = None  # to the embeddings of image tokens, of each caption: [B, 1, S, D]
 
     def __post_init__(self) -> None:
         prefix = self.layers[0].prefix_keys
@@ -218,7 +219,8 @@ class KVCache:
         buffers = (x[used] if x.ndim == 4 else x[:, rows] for x in self.buffers)
         length = self.length[rows] if isinstance(self.length, Tensor) else self.length
         texts = [self.texts[i] for i in used] if self.texts else ()
-        return KVCache([layer.bind(buffers) for layer in self.layers], length, [used.index(x) for x in captions], texts)
+        layers, captions = [layer.bind(buffers) for layer in self.layers], [used.index(x) for x in captions]
+        return KVCache(layers, length, captions, texts, next(buffers, None))
 
     def put(self, cache: KVCache, slots: Sequence[int]) -> None:
         """Add rows of another cache, each at its own position: in place of the rows `slots`, then after the last row.
@@ -241,7 +243,7 @@ class KVCache:
             _put(x, y[new], places, 0) if x.ndim == 4 else _put(x, y, rows, 1)
             for x, y in zip(self.buffers, cache.buffers, strict=True)
         )
-        self.layers = [layer.bind(buffers) for layer in self.layers]
+        self.layers, self.added = [layer.bind(buffers) for layer in self.layers], next(buffers, None)
         self.length, self.captions, self.texts = _put(lengths, cache._row_lengths(), rows, 0), captions, texts
         self.places = Places.of(captions, len(texts), lengths.device)
 
@@ -251,12 +253,20 @@ class KVCache:
     def copy(self) -> KVCache:
         """Return a deep copy."""
         buffers = (x.clone() for x in self.buffers)
-        return KVCache([layer.bind(buffers) for layer in self.layers], self.length, self.captions, self.texts)
+        layers = [layer.bind(buffers) for layer in self.layers]
+        return KVCache(layers, self.length, self.captions, self.texts, next(buffers, None))
 
     @property
     def buffers(self) -> list[Tensor]:
         """All tensors of the cache."""
-        return [x for layer in self.layers for x in layer.buffers]
+        return [x for layer in self.layers for x in layer.buffers] + ([] if self.added is None else [self.added])
+
+    def added_at(self, width: int) -> Float[Tensor, "M W D"]:
+        """Return what is added to the embeddings of the next tokens of each row, `width` of them."""
+        assert self.added is not None
+        captions = torch.tensor(self.row_captions, device=self.added.device)[:, None]
+        begin = torch.as_tensor(self.length, device=self.added.device).reshape(-1, 1)
+        return self.added[captions, 0, begin + torch.arange(width, device=begin.device)]
 
     def attention_fns(self) -> list[AttentionFn]:
         """Return each layer's attention at the next positions."""

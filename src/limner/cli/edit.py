@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -15,39 +15,56 @@ from limner.cli.draw import DrawOrEdit, draw
 from limner.errors import UserError
 from limner.validation import Range
 
+_SVG_SIDE = 384  # pixels
+
 
 @dataclass(frozen=True, kw_only=True)
 class Edit(DrawOrEdit):
     """Redraw a part of a picture to fit a caption: the rows below the kept ones, or the light parts of a mask. The
-    candidates with the highest likelihood under the prior are written."""
+    candidates with the highest likelihood under the prior are written. With --like, draw another picture like it."""
 
     suffix: ClassVar[str] = "-edited"
     image: Positional[Path]
-    """The picture, cropped to its central square."""
+    """The picture, cropped to its central square; with --like also an SVG file."""
     caption: Positional[str]
     """Description of the whole picture, in quotes."""
     keep_rows: Annotated[int | None, Range(1, 2**16)] = None
     """Keep this number of token rows at the top and redraw the rows below."""
     mask: Path | None = None
     """A picture whose light parts mark what to redraw."""
+    like: bool = False
+    """Draw a new picture of what the picture shows, as the caption says: "the same, filled". For models that were
+    trained with pictures to follow."""
 
 
 def main(argv: Sequence[str]) -> None:
     """Redraw a part of a picture."""
     options = parse(Edit, argv, "limner edit")
-    if (options.keep_rows is None) == (options.mask is None):
-        raise UserError("limner edit needs either --keep-rows INT or --mask FILE: give one of the two")
+    if (options.keep_rows is not None) + (options.mask is not None) + options.like != 1:
+        raise UserError("limner edit needs --keep-rows INT, --mask FILE or --like: give one of the three")
+    image, mask = _read(options.image, options.like), options.mask and _read(options.mask)
+    if options.like and options.engine == "onnx":
+        raise UserError("ONNX files cannot take a picture to follow: leave out --engine onnx")
+    if options.like:
+        draw(replace(options, engine="torch"), options.caption, lambda pipe: pipe.like(image))
+    else:
+        draw(options, options.caption, lambda pipe: pipe.prime(image, options.keep_rows, mask))
+
+
+def _read(path: Path, svg: bool = False) -> Any:
+    """Read a picture, or draw an SVG file. Raises `UserError` if it is not usable."""
+    from PIL import Image
+
     from limner.data.image_decode import decode_image
     from limner.data.sample import Rejected
 
-    def read(path: Path) -> Any:
-        from PIL import Image
-
-        require_file(path)
-        try:
+    require_file(path)
+    try:
+        if not (svg and path.suffix.lower() == ".svg"):
             return Image.fromarray(decode_image(path.read_bytes()))
-        except Rejected as rejected:
-            raise UserError(f"{path} is not a usable picture: {rejected.reason}") from None
+        from limner.tasks.svg import SVGRenderer
 
-    image, mask = read(options.image), options.mask and read(options.mask)
-    draw(options, options.caption, lambda pipe: pipe.prime(image, options.keep_rows, mask))
+        with SVGRenderer() as renderer:
+            return Image.fromarray(renderer.render(path.read_text(encoding="utf-8", errors="replace"), _SVG_SIDE))
+    except Rejected as rejected:
+        raise UserError(f"{path} is not a usable picture: {rejected.reason}") from None

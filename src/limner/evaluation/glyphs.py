@@ -5,6 +5,7 @@ A classifier of styles, trained on training icons only, reads the style. Its acc
 is the ceiling. For held-out combinations the table also has these rows:
 
 - copies instead of drawings: the training icon of the subject in the nearest other style;
+- drawings that follow these copies, if the model can;
 - real icons through the dVAE: the ceiling of the nearest icon.
 
 A set often shows a held-out subject in another variant ("thin" where "bold" is held out). A second table has the
@@ -32,9 +33,11 @@ from limner.evaluation.report import SheetRow
 from limner.evaluation.result import EvalResult, Verdicts
 from limner.pipeline import TextToImage
 from limner.progress import Advance
+from limner.sampling.generation_config import UNSET
 
 _PER_STYLE = 300  # most training icons of a style for the classifier
 _TOP = 5
+_BATCH = 64  # pictures that the dVAE encodes together
 _TOLERANCE = 1e-3  # between squared errors to equal icons, from rounding
 
 
@@ -108,6 +111,11 @@ def evaluate(
 
     rows, drawings = draw_and_compare(pipe, references, targets, verdict, settings, progress)
     sheet = sheet_rows(references, targets, drawings, rows[f"best of {settings.candidates}"]["subject"])
+    if split == "combination" and pipe.prior.config.condition_blocks:
+        followed, _ = draw_and_compare(
+            pipe, references, targets, verdict, settings, None, _copies(pipe, icons, targets)
+        )
+        rows |= {f"{name}, following a copy": verdicts for name, verdicts in followed.items()}
     rows |= baselines(pipe, icons, split, targets, verdict)
 
     def result(name: str, cases: Sequence[int], sheet: Sequence[SheetRow] = ()) -> EvalResult:
@@ -121,3 +129,14 @@ def evaluate(
     lacking = [i for i, t in enumerate(targets) if (icons.sets[t], references.keys[t]) not in trained]
     results = [result(SPLITS.get(split, split), range(len(targets)), sheet)]
     return [*results, result("icons that the set lacks", lacking)] if split == "combination" and lacking else results
+
+
+def _copies(pipe: TextToImage, icons: Icons, targets: Sequence[int]) -> Tensor:
+    """Return prompt tokens [B, 2 S] to follow the copies of the baseline; all `UNSET` without one."""
+    copies = icons.nearest_style_copies(targets)
+    tokens = torch.cat([
+        pipe.dvae.tokenize(icons.references.pictures[part].to(pipe.device))
+        for part in torch.tensor([copy or 0 for copy in copies]).split(_BATCH)
+    ])  # fmt: skip
+    tokens[torch.tensor([copy is None for copy in copies])] = UNSET
+    return torch.cat([torch.full_like(tokens, UNSET), tokens], 1)

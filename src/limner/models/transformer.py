@@ -5,7 +5,7 @@
 Embeddings (Figure 10): a text token is its vocabulary embedding plus a position embedding; a text
 position without a token has a padding token that is learned for that position; an image token is its vocabulary
 embedding plus a row and a column embedding. Every position predicts the next one: text positions a
-text token, START and the image positions an image token.
+text token, START and the image positions an image token. `condition.py` adds what a given picture shows.
 
 Training computes and stores logits in fp32 in every precision (App. D.2), from operands that `Autoregressive` sets. A
 model that draws in bf16 rounds its logits: on a CPU, a bf16 product with fp32 results would read twice the memory.
@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from limner.attention.attention import Attention, AttentionFn
 from limner.attention.patterns import PATTERNS, Pattern, paper_pattern
 from limner.attention.sparse import training_attention
+from limner.models.condition import Condition
 from limner.numerics.precision import upcast
 from limner.text import PAD
 from limner.validation import InvalidSetting, Range, Validated, invalid_choice
@@ -54,6 +55,7 @@ class TransformerConfig(Validated):
         pattern: "paper" for the paper's order of three patterns, or one of `PATTERNS` for all layers, such as "dense".
         kernel: side of the convolutional window.
         layer_scale, qk_norm: extensions that keep features small, for 8-bit formats.
+        condition_blocks: layers that read a given picture (`condition.py`); 0 if the model takes captions alone.
     """
 
     text_vocab: Annotated[int, Range(2, 2**24)] = 16_384
@@ -67,6 +69,7 @@ class TransformerConfig(Validated):
     kernel: Annotated[int, Range(1, 255)] = 11
     layer_scale: bool = False
     qk_norm: bool = False
+    condition_blocks: Annotated[int, Range(0, 4_096)] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,6 +88,10 @@ class TransformerConfig(Validated):
         names = paper_pattern(self.depth) if self.pattern == "paper" else (self.pattern,) * self.depth
         by_name = {name: PATTERNS[name](self.grid, self.kernel) for name in sorted(set(names))}
         return tuple(by_name[name] for name in names)
+
+    def block(self) -> Block:
+        """Build a layer."""
+        return Block(self.width, self.heads, self.layer_scale, self.qk_norm)
 
     def build(self) -> Transformer:
         return Transformer(self)
@@ -114,6 +121,8 @@ class Embedding(nn.Module):
         self.image = nn.Embedding(config.image_vocab, d)
         self.row = nn.Embedding(h, d)
         self.column = nn.Embedding(w, d)
+        blocks = [config.block() for _ in range(config.condition_blocks)]
+        self.condition = Condition(blocks, d, h * w) if blocks else None
 
     def prefix(self, text: Int64[Tensor, "B T"]) -> Float[Tensor, "B T+1 D"]:
         """Embed text [B, T] with PAD, followed by START: [B, P, D]."""
@@ -129,6 +138,12 @@ class Embedding(nn.Module):
         """
         position = begin + torch.arange(image.shape[1], device=image.device)
         return self.image(image) + self.row(position // self.grid[1]) + self.column(position % self.grid[1])
+
+    def given(self, picture: Int64[Tensor, "B S"]) -> Float[Tensor, "B S D"]:
+        """Return what is added to the embeddings that predict image_0 ... image_{S-1}, given the tokens of a picture,
+        [B, S]: 0 where they are PAD."""
+        assert self.condition
+        return torch.where((picture != PAD)[..., None], self.condition(self.tokens(picture.clamp_min(0))), 0.0)
 
 
 class MLP(nn.Module):
@@ -205,9 +220,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config)
-        self.blocks = nn.ModuleList(
-            Block(config.width, config.heads, config.layer_scale, config.qk_norm) for _ in range(config.depth)
-        )
+        self.blocks = nn.ModuleList(config.block() for _ in range(config.depth))
         self.head = Head(config)
         patterns = {pattern.name: pattern for pattern in config.patterns}
         self.attention_fns = nn.ModuleDict({n: training_attention(p, config.text_len + 1) for n, p in patterns.items()})
@@ -234,10 +247,10 @@ class Transformer(nn.Module):
                 module.checkpointing = on
 
     def forward(
-        self, text: Int64[Tensor, "B T"], image: Int64[Tensor, "B S"]
-    ) -> tuple[Float[Tensor, "B T-1 V_text"], Float[Tensor, "B S V_image"]]:
+        self, text: Int64[Tensor, "B _"], image: Int64[Tensor, "B S"]
+    ) -> tuple[Float[Tensor, "B _ V_text"], Float[Tensor, "B S V_image"]]:
         """Return teacher-forced logits in fp32 (or fp64): [B, T - 1, V_text] and [B, S, V_image]."""
-        states = self.outputs(self.run(self.inputs(text, image)), text)
+        states = self.outputs(self.run(self.inputs(text, image)), text[:, : self.config.text_len])
         heads = self.head.text, self.head.image
         with torch.autocast(text.device.type, enabled=False):
             text_logits, image_logits = (
@@ -246,9 +259,14 @@ class Transformer(nn.Module):
             )
         return text_logits, image_logits
 
-    def inputs(self, text: Int64[Tensor, "B T"], image: Int64[Tensor, "B S"]) -> Float[Tensor, "B n D"]:
-        """Return the input of the first block, the embeddings of all positions: [B, n, D] with n = P + S."""
-        return torch.cat([self.embed.prefix(text), self.embed.tokens(image)], 1)
+    def inputs(self, text: Int64[Tensor, "B _"], image: Int64[Tensor, "B S"]) -> Float[Tensor, "B n D"]:
+        """Return the input of the first block, the embeddings of all positions: [B, n, D] with n = P + S.
+
+        `text` [B, T] may continue with the tokens of a given picture, [B, T + S].
+        """
+        text, picture = text[:, : self.config.text_len], text[:, self.config.text_len :]
+        x = torch.cat([self.embed.prefix(text), self.embed.tokens(image)], 1)
+        return x + F.pad(self.embed.given(picture), (0, 0, text.shape[1], 1)) if picture.shape[1] else x
 
     def outputs(
         self, x: Float[Tensor, "B n D"], text: Int64[Tensor, "B T"]

@@ -40,8 +40,10 @@ class Autoregressive(Validated):
         return self.loss(model, batch, model.run(self.inputs(model, batch)))
 
     def inputs(self, model: Transformer, batch: dict[str, Tensor]) -> Float[Tensor, "B n D"]:
-        """Return the input of the model's first block: [B, n, D] with n = T + 1 + S."""
-        return model.inputs(batch["text"], batch["image"])
+        """Return the input of the model's first block: [B, n, D] with n = T + 1 + S. A batch may have the tokens of
+        given pictures, {"given": Long [B, S]} with PAD."""
+        text = torch.cat([batch["text"], batch["given"]], 1) if "given" in batch else batch["text"]
+        return model.inputs(text, batch["image"])
 
     def loss(
         self, model: Transformer, batch: dict[str, Tensor], x: Float[Tensor, "B n D"]

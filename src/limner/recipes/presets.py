@@ -96,10 +96,12 @@ def glyphs() -> Recipe:
         limner train data/glyphs --recipe glyphs --out runs/glyphs
         limner evaluate glyphs runs/glyphs data/glyphs
 
-    Unlike `icons`, the data set shows most subjects in many styles, so the prior can learn both apart.
+    Unlike `icons`, the data set shows most subjects in many styles, so the prior can learn both apart. It also learns
+    to follow another icon of the subject: `limner edit --like ICON.svg "the same, filled" --model runs/glyphs`.
     """
     dvae = _patch_dvae(vocab=1_024, steps=2_000)
     prior = _small_prior(width=256, steps=30_000, batch=32, ema=0.9995)
+    prior = replace(prior, model=replace(prior.model, condition_blocks=2), related_by=("subject", "set"))
     return Recipe(
         text=TextConfig(vocab=4_096, length=24, dropout=0.0),
         dvae=replace(dvae, model=replace(dvae.model, size=48), augment=False),

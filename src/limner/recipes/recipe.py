@@ -109,6 +109,9 @@ class PriorStage(Validated):
         freezing: rule by which leading blocks stop training; None trains all blocks.
         freeze_every: updates between two decisions of the rule.
         caption_dropout: share of empty captions in training, required by guidance (typically 0.1).
+        related_by: keys of metadata, most general first. Pictures that agree in them are related, and the model learns
+            to follow one (`data/related.py`), which needs `model.condition_blocks`.
+        related_share: share of training samples with a related picture.
         temperature, guidance: defaults for sampling from the trained model. Guidance 1 is off.
     """
 
@@ -120,8 +123,17 @@ class PriorStage(Validated):
     freezing: AnyFreezingRule | None = None
     freeze_every: Annotated[int, Range(1, 10**6)] = 100
     caption_dropout: Annotated[float, Range(0, 1)] = 0.0
+    related_by: tuple[str, ...] = ()
+    related_share: Annotated[float, Range(0, 1)] = 0.75
     temperature: Annotated[float, Range(0, 100)] = 1.0
     guidance: Annotated[float, Range(0, 100)] = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.related_by) != bool(self.model.condition_blocks):
+            raise InvalidSetting("related_by", "must name keys if model.condition_blocks is not 0, and only then")
+        if self.related_by and self.augment:
+            raise InvalidSetting("related_by", "must be empty with augment: related pictures are encoded once")
 
 
 @dataclass(frozen=True, kw_only=True)

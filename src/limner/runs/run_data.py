@@ -6,7 +6,7 @@ RUN/tokenizer.json   RUN/tokens/   RUN/attribution.json, if the data names the o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from limner.data.attribution import attribution, merge_attributions
 from limner.data.datasets import CaptionEncoding, EncodedDataset, ImageCaptionDataset, TokenDataset
 from limner.data.hard_negative_captions import Distractors
 from limner.data.open_source import open_source
+from limner.data.related import Related, RelatedTokenDataset
 from limner.data.sample import Rejected, Source, Subset, describe_unread, group_by_split
 from limner.data.stream import Dataset
-from limner.data.token_cache import encode_tokens, weights_hash
+from limner.data.token_cache import TokenCache, encode_tokens, weights_hash
 from limner.errors import UserError
 from limner.json_files import read_json, write_json
 from limner.models.image_tokenizer import ImageTokenizer
@@ -114,8 +115,8 @@ class RunData:
         return images.batch(rows, splitmix64(stage.training.seed, rows))["pixels"]
 
     def prior_dataset(self, source: Source, tokenizer: Tokenizer, dvae: ImageTokenizer) -> Dataset:
-        """Return the prior's dataset: caption and image tokens. Augmented pictures are encoded per batch, others once
-        and cached."""
+        """Return the prior's dataset: caption and image tokens, and those of related pictures if the recipe names keys
+        of metadata. Augmented pictures are encoded per batch, others once and cached."""
         stage, training, size = self.recipe.prior, source is self.train, dvae.config.size
         encoding = self._encoding(tokenizer, training, caption_dropout=stage.caption_dropout if training else 0.0)
 
@@ -124,15 +125,23 @@ class RunData:
 
         if training and stage.augment:
             return EncodedDataset(ImageCaptionDataset(source, size, "prior", encoding), encode)
-        source, parallel = source if training else _evaluation_subset(source), self.parallel
-        with (
-            parallel.main_first(),
-            progress("encoding pictures", len(source), unit="image", shown=parallel.is_main) as bar,
-        ):
-            cache = encode_tokens(
-                source, encode, key=weights_hash(dvae), size=size, cache_dir=self.out / "tokens", progress=bar.advance
+        selected = source if training else _evaluation_subset(source)
+        cache = self._encode(selected, encode, dvae)
+        if not stage.related_by:
+            return TokenDataset(cache.tokens, cache.captions, encoding)
+        metadata = [selected.meta(int(i)) for i in cache.indices]
+        pictures = cache if training else self._encode(self.train, encode, dvae)
+        known = metadata if training else [self.train.meta(int(i)) for i in pictures.indices]
+        related = Related(pictures.tokens, known, stage.related_by, stage.related_share if training else 1.0)
+        return RelatedTokenDataset(cache.tokens, cache.captions, encoding, metadata, related, training)
+
+    def _encode(self, source: Source, encode: Callable[[Tensor], Tensor], dvae: ImageTokenizer) -> TokenCache:
+        """Return the tokens of a source, from the cache or by `encode`."""
+        key, size, shown = weights_hash(dvae), dvae.config.size, self.parallel.is_main
+        with self.parallel.main_first(), progress("encoding pictures", len(source), unit="image", shown=shown) as bar:
+            return encode_tokens(
+                source, encode, key=key, size=size, cache_dir=self.out / "tokens", progress=bar.advance
             )
-        return TokenDataset(cache.tokens, cache.captions, encoding)
 
     def contrastive_dataset(self, source: Source, tokenizer: Tokenizer, size: int) -> ImageCaptionDataset:
         """Return the contrastive model's dataset: pictures, captions and distractors."""

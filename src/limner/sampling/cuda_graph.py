@@ -63,7 +63,7 @@ class GraphedDecoder(TokenDecoder):
     """A decoder whose step is captured with the first cache of a shape, and replayed for later caches.
 
     The next step overwrites the logits that `step` returned. Rows at several positions use no graph, since their
-    shapes change whenever a row joins or leaves.
+    shapes change whenever a row joins or leaves. Rows with a given picture use none either.
 
     Args:
         capture: turns a function without arguments into one with the same effect on the same memory.
@@ -84,7 +84,7 @@ class GraphedDecoder(TokenDecoder):
         self._steps: list[GraphedStep] = []  # least recently used first
 
     def step(self, cache: KVCache, tokens: Int64[Tensor, "M W"]) -> Float[Tensor, "M W V"]:
-        if cache.places or (isinstance(cache.length, Tensor) and cache.length.ndim == 2):
+        if cache.places or cache.added is not None or (isinstance(cache.length, Tensor) and cache.length.ndim == 2):
             return super().step(cache, tokens)
         with torch.inference_mode(False), torch.no_grad():  # torch.compile cannot use inference tensors
             return self._graphed_step(cache, tokens)(cache, tokens)

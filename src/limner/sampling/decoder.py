@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -39,12 +40,18 @@ class TokenDecoder:
     def config(self) -> TransformerConfig:
         return self.model.config
 
-    def prefill(self, text: Int64[Tensor, "B T"], window: int = 1) -> tuple[KVCache, Float[Tensor, "B 1 V"]]:
-        """Encode the captions: text [B, T] -> a cache with one candidate each, and logits [B, 1, V] of image_0.
+    def prefill(self, text: Int64[Tensor, "B _"], window: int = 1) -> tuple[KVCache, Float[Tensor, "B 1 V"]]:
+        """Encode the captions: text [B, T], or [B, T + S] with the tokens of a given picture, -> a cache with one
+        candidate each, and logits [B, 1, V] of image_0.
 
         Steps with the cache may read up to `window` tokens of each row. With one, all rows are at one position.
         """
-        x = self.model.embed.prefix(text)
+        text, picture = text[:, : self.config.text_len], text[:, self.config.text_len :]
+        x, added = self.model.embed.prefix(text), None
+        if picture.shape[1]:
+            given = self.model.embed.given(picture)
+            x[:, -1] += given[:, 0]
+            added = F.pad(given[:, None, 1:], (0, 0, 0, 1))
         causal = DenseAttention(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril())
         layers: list[LayerKVCache] = []
 
@@ -54,7 +61,7 @@ class TokenDecoder:
 
         x = self.model.run(x, attention_fns=[partial(attend_and_cache, pattern) for pattern in self.config.patterns])
         length = 0 if window == 1 else torch.zeros(len(text), 1, dtype=torch.long, device=text.device)
-        return KVCache(layers, length), self._logits(x[:, -1:])
+        return KVCache(layers, length, added=added), self._logits(x[:, -1:])
 
     def step(self, cache: KVCache, tokens: Int64[Tensor, "M W"]) -> Float[Tensor, "M W V"]:
         """Append image tokens to each row, [M, W], and return the fp32 logits [M, W, V] of the token after each.
@@ -62,6 +69,8 @@ class TokenDecoder:
         Several tokens need a cache with a length for each row. Setting back the length drops tokens.
         """
         x = self.model.embed.tokens(tokens, cache.length)
+        if cache.added is not None:
+            x = x + cache.added_at(tokens.shape[1])
         x = self.model.run(x, attention_fns=cache.attention_fns())
         cache.advance(tokens.shape[1])
         return self._logits(x)

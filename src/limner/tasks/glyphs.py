@@ -74,7 +74,7 @@ class Glyph:
         metadata = {
             "subject": self.subject, "style": self.style, "look": self.look, "name": self.icon.name,
             "category": self.category, **self.credit, "split": "held-out" if self.held_out else "train",
-            "held_out": self.held_out,
+            "held_out": self.held_out, "same": [f"the same, {words}" for words in (self.style, self.look) if words],
         }  # fmt: skip
         return {key: value for key, value in metadata.items() if value}
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from limner.evaluation.icon_pictures import Icons
 from limner.evaluation.nearest_neighbor import ReferenceSet, ReferenceSettings
 from limner.evaluation.result import save_results
 from limner.sampling.engine import Candidates
-from limner.sampling.generation_config import Sampler
+from limner.sampling.generation_config import UNSET, Sampler
 from tiny import tiny_pipe
 
 SHAPES = ["bar", "box", "cross", "disk", "ell", "wedge"]
@@ -61,8 +62,9 @@ def classifier(icons, tmp_path_factory):
 class Artist:
     """Stub of a pipeline that draws `draws(shape, style)` as the best candidate and white as the other."""
 
-    def __init__(self, draws):
-        self.draws, self.name, self.dvae = draws, "artist", tiny_pipe().dvae
+    def __init__(self, draws, condition_blocks=0):
+        self.draws, self.name, self.dvae, self.device = draws, "artist", tiny_pipe().dvae, torch.device("cpu")
+        self.prior = SimpleNamespace(config=SimpleNamespace(condition_blocks=condition_blocks))
 
     def candidates(self, captions, count, *, seed, sampler=Sampler(), prompt_tokens=None, progress=None):
         pictures = torch.full((len(captions), count, 3, 24, 24), 255, dtype=torch.uint8)
@@ -96,6 +98,24 @@ def test_a_copy_has_the_subject_in_another_style(icons, classifier):
     result, _ = rates(icons, classifier, glyph)
     assert result["copies from nearest style"]["style"] == 0
     assert result["copies from nearest style"]["subject"] > 0
+
+
+def test_a_model_that_follows_a_picture_is_given_the_copy(icons, classifier):
+    class Follower(Artist):
+        def candidates(self, captions, count, *, prompt_tokens=None, **settings):
+            self.draws = glyph if prompt_tokens is not None else lambda *_: glyph("cross", "b")
+            self.followed = prompt_tokens
+            return super().candidates(captions, count, **settings)
+
+    follower = Follower(glyph, condition_blocks=1)
+    result = evaluate(follower, icons, classifier, "combination", ReferenceSettings(candidates=2))[0]
+    assert result.rows["best of 2, following a copy"]["both"].value == 1
+    assert result.rows["best of 2"]["both"].value == 0
+    targets = icons.references.split_indices("combination")
+    copies = icons.references.pictures[icons.nearest_style_copies(targets)]
+    unset, given = follower.followed.split(36, 1)
+    assert (unset == UNSET).all() and torch.equal(given, follower.dvae.tokenize(copies))
+    assert "best of 2, following a copy" not in rates(icons, classifier, glyph)[0]
 
 
 def test_icons_that_the_set_lacks_are_reported_alone(icons, classifier):

@@ -1,5 +1,6 @@
 """Tokens follow the model's distribution, and candidate i does not depend on its batch."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -103,15 +104,41 @@ def decoder_of(model, window, store=KVStore):
     return decoder
 
 
-def prior(pattern="paper"):
+def prior(pattern="paper", condition_blocks=0):
     torch.manual_seed(1)
     config = TransformerConfig(
-        text_vocab=30, image_vocab=16, text_len=5, grid=(3, 5), width=32, depth=5, heads=4, kernel=3, pattern=pattern
+        text_vocab=30, image_vocab=16, text_len=5, grid=(3, 5), width=32, depth=5, heads=4, kernel=3, pattern=pattern,
+        condition_blocks=condition_blocks,
     )  # fmt: skip
     model = config.build().eval()
     with torch.no_grad():
         model.head.image.weight *= 30
+        if condition_blocks:
+            model.embed.condition.out.weight *= 10
     return model
+
+
+def with_pictures(requests):
+    """The requests, of which every second one has a given picture."""
+    pictures = torch.randint(0, 16, (len(requests), 15), generator=torch.Generator().manual_seed(1))
+    pictures[1::2] = PAD
+    return [replace(r, text=torch.cat([r.text, picture])) for r, picture in zip(requests, pictures, strict=True)]
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_given_picture_decides_what_is_drawn(window):
+    model = prior(condition_blocks=2)
+    texts = torch.stack(
+        [r.text for r in with_pictures([TokenRequest(text=TEXT[0], candidates=range(1), sampler=Sampler())] * 2)]
+    )
+    drawn = generate(decoder_of(model, window), texts, range(3), Sampler(), seed=4).tokens
+    uniform = candidate_noise(4, range(3), 15)
+    for text, tokens in zip(texts, drawn, strict=True):
+        expected = reference_tokens(model, text.expand(3, -1), Sampler(), uniform, torch.full((3, 15), UNSET))
+        assert torch.equal(tokens, expected)
+    assert not torch.equal(*drawn)
+    without = generate(decoder_of(model, window), TEXT[:1], range(3), Sampler(), seed=4).tokens
+    assert torch.equal(without[0], drawn[1])
 
 
 @pytest.mark.parametrize("pattern", ["paper", "dense"])
@@ -323,14 +350,14 @@ def alone(decoder, request):
     joins=st.lists(st.integers(0, 20), min_size=6, max_size=6),
     leaves=st.lists(st.integers(1, 20), min_size=6, max_size=6),
     store=st.sampled_from([KVStore, Int8KVStore]), pattern=st.sampled_from(["paper", "dense"]), graphed=st.booleans(),
-    window=st.sampled_from([1, 2, 5, 30]), expected=st.integers(1, 300),
+    window=st.sampled_from([1, 2, 5, 30]), expected=st.integers(1, 300), pictures=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 def test_requests_that_join_and_leave_sample_what_they_sample_alone(
-    joins, leaves, store, pattern, graphed, window, expected
+    joins, leaves, store, pattern, graphed, window, expected, pictures
 ):
-    """Requests join between any two steps, some together, and some leave."""
-    model, all_requests = prior(pattern), requests()
+    """Requests join between any two steps, some together, and some leave. Half may have a given picture."""
+    model, all_requests = prior(pattern, 2 * pictures), with_pictures(requests()) if pictures else requests()
     decoder = GraphedDecoder(model, lambda run: run, store=store) if graphed else TokenDecoder(model, store)
     decoder.max_window = window
     batch, generations, left, steps = Batch(decoder, expected), {}, {}, 0
