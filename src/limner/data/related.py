@@ -90,9 +90,9 @@ class RelatedTokenDataset(TokenDataset):
         """Return {"text": Long [B, T], "image": Long [B, S], "given": Long [B, S]}, all PAD without a picture."""
         image = torch.from_numpy(self.tokens[indices].astype(np.int64))
         given, captions, rngs = torch.full_like(image, PAD), list[str | None](), list[np.random.Generator]()
-        for row, (i, seed) in enumerate(zip(indices.tolist(), seeds.tolist(), strict=True)):
-            rng = np.random.default_rng(seed)
-            phrasings: Sequence[str] = self.captions[i]
+        for row, (index, seed) in enumerate(zip(indices.tolist(), seeds.tolist(), strict=True)):
+            i, rng = int(index), np.random.default_rng(seed)
+            phrasings = self.captions[i]
             if (picture := self._choose(i, rng)) is not None:
                 given[row] = torch.from_numpy(self.related.tokens[picture].astype(np.int64))
                 if self.same[i] and rng.random() < 0.5:
