@@ -22,7 +22,6 @@ from typing import Any
 from common import DEVICE, OUT, Results, parser
 
 from limner import recipes
-from limner.models.transformer import TransformerConfig
 from limner.recipes.recipe import Recipe, resolve
 from limner.runs.time_estimate import seconds_per_step, timing_inputs
 
@@ -59,7 +58,7 @@ def train(quick: bool, minutes: float, data: Path, folder: Path, start: Path | N
     whole run."""
     width, depth, batch = (32, 2, 4) if quick else (512, 7, BATCH)  # 27 million parameters: 64 MiB come back
     recipe = recipes.get("glyphs")
-    prior = TransformerConfig(width=width, depth=depth, heads=max(2, width // 64))
+    prior = replace(recipe.prior.model, width=width, depth=depth, heads=max(2, width // 64))
     training = replace(recipe.prior.training, batch_size=batch)
     recipe = replace(recipe, prior=replace(recipe.prior, model=prior, training=training))
     step = time_of_step(recipe)

@@ -121,7 +121,7 @@ def timing_inputs(recipe: ResolvedRecipe, name: str) -> tuple[nn.Module, AnyStag
         batch = {"text": torch.randint(0, text.vocab, (n, text.length))}
         if name == "prior":  # with augmentation, each step encodes its pictures
             image = encoder.tokenize(pixels) if encoder else torch.randint(0, dvae.vocab, (n, prod(dvae.grid)))
-            return {**batch, "image": image}
+            return {**batch, "image": image, **({"given": image} if recipe.models[name].condition_blocks else {})}
         if distractors := recipe.recipe.contrastive.distractors:
             batch["distractors"] = torch.randint(0, text.vocab, (n, distractors, text.length))
         return {**batch, "pixels": pixels}
