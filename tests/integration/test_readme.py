@@ -34,6 +34,7 @@ APPENDED = {  # to a command that begins so
     "limner bench --grids": "--size tiny --rounds 1 --batch 0 --grids 8 --candidates 1 4",
     "limner bench": "--size tiny --rounds 1 --batch 1 --grids 8 --candidates 1 4",
     "limner draw": "--candidates 4",
+    "limner edit --like": "--candidates 4",
     "limner evaluate emoji": "--captions 4 --candidates 2 --repeats 1",
     "limner evaluate icons": "--captions 2 --candidates 2 --classifier-steps 1",
     "limner evaluate glyphs": "--captions 2 --candidates 2 --classifier-steps 1",
@@ -110,6 +111,8 @@ def _glyph_sets(here: Path) -> None:
         info = {"name": f"Set {i}", "author": {"name": "A. Painter"}, "license": {"spdx": "MIT"}}
         sets[f"json__set-{i}"] = {"prefix": f"set-{i}", "info": info, "icons": icons}
     archive(here / "iconify-json-2.0.0.tgz", **sets)
+    svg = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24"><path d="M12 2l4 18h-8z"/></svg>'
+    (here / "rocket.svg").write_text(svg)
 
 
 def command(line: str) -> str:
