@@ -15,7 +15,7 @@ import torch
 from limner.experiments.recorders import MagnitudeRecorder, OverflowRecorder
 from limner.experiments.report import Finding, experiment
 from limner.experiments.spikes import PATCHES, RMSRecorder
-from limner.experiments.sweep import Result, Runs, Sweep, all_above, over_seeds, span
+from limner.experiments.sweep import Result, Runs, Sweep, all_above, deviation, over_seeds, span
 from limner.experiments.tiny_models import CLIP, PRIOR, held_out_loss, train_clip, train_prior
 from limner.numerics.formats import FloatFormat
 from limner.numerics.precision import Fp32
@@ -161,7 +161,7 @@ def sixteen_bit_moments(folder: Path, quick: bool) -> Finding:
         ("moments",),
         {
             "training loss": lambda runs: f"{runs.losses().mean():.4f}",
-            "deviation over seeds": lambda runs: f"{runs.losses().std():.4f}",
+            "deviation over seeds": lambda runs: f"{deviation(runs.losses()):.4f}",
             "held-out loss": lambda runs: f"{runs.mean('held_out'):.4f}",
             "moments, MiB": lambda runs: f"{runs.mean('bytes') / 2**20:.2f}",
         },
