@@ -18,7 +18,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from limner.experiments.report import Finding, experiment
-from limner.experiments.sweep import Result, Runs, Sweep, all_above, over_seeds
+from limner.experiments.sweep import Result, Sweep, all_above, over_seeds
 from limner.experiments.tiny_models import train_in_memory
 from limner.models.dvae import map_pixels
 from limner.models.patch_dvae import PatchDVAE, PatchDVAEConfig
@@ -31,7 +31,7 @@ from limner.sampling.parallel import generate
 from limner.tasks.signs import CELL, SIZE, Sign, read_sign, render_sign, sample_sign, sample_word
 from limner.text.bpe import Tokenizer
 
-SEEDS, COPIES = (0, 1, 2), 4  # copies of each sign, each with its own split into tokens
+SEEDS, COPIES = range(4), 4  # copies of each sign, each with its own split into tokens
 SETTINGS = {"words": 1_000, "pictures": 8_192, "shown": 256, "steps": 2_000, "batch": 32}
 QUICK = {"words": 20, "pictures": 64, "shown": 4, "steps": 4, "batch": 8}
 OPTIMIZER = MuonConfig(fallback_adamw=AdamWConfig(lr=5e-3))
@@ -64,7 +64,8 @@ def patch_codes(pictures: UInt8[Tensor, "N 3 H W"]) -> PatchDVAE:
 
 
 def trial(*, seed: int, dropout: float, words: int, pictures: int, shown: int, steps: int, batch: int) -> Result:
-    """Return the losses, and the outcomes for words of training ("known") and for words that it lacks ("new")."""
+    """Return the losses, and the outcomes for words of training ("known right", ...) and for words that it lacks ("new
+    right", ...)."""
     signs, pixels = training_signs(words, pictures)
     captions = [sign.caption for sign in signs]
     tokenizer, dvae = Tokenizer.train(captions, VOCAB), patch_codes(pixels)
@@ -80,11 +81,12 @@ def trial(*, seed: int, dropout: float, words: int, pictures: int, shown: int, s
         model, Autoregressive(), samples, steps=steps, batch=batch, seed=seed, optimizer=OPTIMIZER
     )
     model.eval()
-    lists = dict(zip(("known", "new"), word_lists(words), strict=True))
-    return {
-        "loss": losses,
-        **{kind: outcomes(model, dvae, tokenizer, lists["known"], lists[kind][:shown], seed) for kind in lists},
-    }
+    known, new = word_lists(words)
+    result: Result = {"loss": losses}
+    for kind, asked in (("known", known), ("new", new)):
+        shares = outcomes(model, dvae, tokenizer, known, asked[:shown], seed)
+        result |= {f"{kind} {outcome}": share for outcome, share in shares.items()}
+    return result
 
 
 @torch.inference_mode()
@@ -117,13 +119,10 @@ def written_words(folder: Path, quick: bool) -> Finding:
     grid = {label: {"dropout": dropout} for label, dropout in (("0.1", 0.1), ("none", 0.0))}
     results = Sweep(folder, trial, grid, SEEDS[:1] if quick else SEEDS, **(QUICK if quick else SETTINGS))
 
-    def shares(runs: Runs, kind: str, outcome: str) -> np.ndarray:
-        return np.array([result[kind][outcome] for result in runs.results])
-
-    new = {label: shares(runs, "new", "right") for label, runs in results.runs.items()}
+    new = {label: runs.values("new right") for label, runs in results.runs.items()}
     columns = {
-        f"{kind} words {outcome}": lambda runs, key=(kind, outcome): f"{shares(runs, *key).mean():.1%}"
-        for kind, outcome in (("known", "right"), ("new", "right"), ("new", "copied"), ("new", "unreadable"))
+        key.replace(" ", " words "): lambda runs, key=key: f"{runs.mean(key):.1%}"
+        for key in ("known right", "new right", "new copied", "new unreadable")
     }
     return results.finding(
         all_above([over_seeds(new["0.1"] - 0.5)]),

@@ -36,7 +36,7 @@ def test_outcomes_are_told_apart(monkeypatch):
 
 def result(right):
     shares = {"right": right, "copied": 0.1, "unreadable": 0.0}
-    return {"known": shares, "new": shares, "loss": [1.0]}
+    return {"loss": [1.0], **{f"{kind} {outcome}": x for kind in ("known", "new") for outcome, x in shares.items()}}
 
 
 @pytest.mark.parametrize(("right", "holds"), [(0.8, True), (0.3, False)])
