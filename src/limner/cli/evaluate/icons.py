@@ -40,8 +40,8 @@ def emoji(options: ScoreEmoji) -> Evaluated:
 
     def results() -> Iterator[EvalResult]:
         for split in splits:
-            drawn = _draw_split(options, split, references.splits, partial(evaluate, pipe, references, split))
-            yield from _with_mosaic(drawn, mosaics.get(split))
+            one = partial(evaluate, pipe, references, split)
+            yield from _draw_split(options, split, references.splits, one, mosaics.get(split))
 
     return Evaluated(model=pipe.name, results=results())
 
@@ -63,8 +63,7 @@ def icons(options: ScoreIcons) -> Evaluated:
     def results() -> Iterator[EvalResult]:
         for name in SPLITS:
             evaluate = partial(evaluation.evaluate, pipe, data, classifier, name)
-            drawn = _draw_split(options, name, data.references.splits, evaluate)
-            yield from _with_mosaic(drawn, mosaics.get(name))
+            yield from _draw_split(options, name, data.references.splits, evaluate, mosaics.get(name))
         for name in sorted(set(data.pairs.splits)):
             evaluate = partial(evaluation.evaluate_pairs, pipe, data, classifier, name)
             yield from _draw_split(options, name, data.pairs.splits, evaluate)
@@ -85,8 +84,7 @@ def glyphs(options: ScoreGlyphs) -> Evaluated:
     def results() -> Iterator[EvalResult]:
         for split in SPLITS:
             evaluate = partial(evaluation.evaluate, pipe, data, classifier, split)
-            drawn = _draw_split(options, split, data.references.splits, evaluate)
-            yield from _with_mosaic(drawn, mosaics.get(split))
+            yield from _draw_split(options, split, data.references.splits, evaluate, mosaics.get(split))
 
     return Evaluated(model=pipe.name, results=results(), more={"classifier": {"style": accuracy}})
 
@@ -94,17 +92,6 @@ def glyphs(options: ScoreGlyphs) -> Evaluated:
 def _mosaics(path: Path | None, splits: Iterable[str]) -> dict[str, Path]:
     """Return the file of each split; none without a path. Raises `UserError` if one cannot be written."""
     return {split: check_writable(path.with_stem(f"{path.stem}-{split}")) for split in splits if path}
-
-
-def _with_mosaic(results: Iterable[EvalResult], path: Path | None) -> Iterator[EvalResult]:
-    """Yield results. Then write the drawings of the one that has some: a full disk must not lose the tables."""
-    from limner.evaluation.report import contact_sheet, save_png
-
-    for result in results:
-        yield result
-        if path and result.sheet:
-            sheet = contact_sheet(result.sheet[:_MOSAIC_DRAWINGS], columns=_MOSAIC_COLUMNS)
-            write_file(path, partial(save_png, sheet))
 
 
 def _open_icons(
@@ -129,18 +116,26 @@ def _draw_split(
     split: str,
     splits: Sequence[str],
     evaluate: Callable[[ReferenceSettings, Advance], list[EvalResult]],
-) -> list[EvalResult]:
-    """Evaluate a split, unless `splits`, those of all pictures, lack it."""
+    mosaic: Path | None = None,
+) -> Iterator[EvalResult]:
+    """Evaluate a split, unless `splits`, those of all pictures, lack it. Then write the drawings of the result that has
+    some to `mosaic`: a full disk must not lose the tables."""
     from limner.evaluation.nearest_neighbor import ReferenceSettings
+    from limner.evaluation.report import contact_sheet, save_png
 
     settings = ReferenceSettings(
         captions=options.captions, candidates=options.candidates, repeats=options.repeats, seed=options.seed
     )
     total = min(splits.count(split), settings.captions) * settings.repeats * settings.candidates
     if not total:
-        return []
+        return
     with progress(f"drawing, {escape_control(split)}", total, unit="drawing") as bar:
-        return evaluate(settings, bar.advance)
+        results = evaluate(settings, bar.advance)
+    for result in results:
+        yield result
+        if mosaic and result.sheet:
+            sheet = contact_sheet(result.sheet[:_MOSAIC_DRAWINGS], columns=_MOSAIC_COLUMNS)
+            write_file(mosaic, partial(save_png, sheet))
 
 
 def grid(options: DrawGrid) -> None:
