@@ -16,6 +16,7 @@ from torch import Tensor
 
 from limner.data.datasets import CaptionEncoding, TokenDataset
 from limner.data.sample import Rejected, parse_captions
+from limner.errors import UserError
 from limner.text import PAD
 
 __all__ = ["Related", "RelatedTokenDataset"]
@@ -49,7 +50,7 @@ class Related:
         return {values: np.array(group) for values, group in rows.items()}
 
     def values(self, meta: Mapping[str, Any]) -> list[tuple[str, ...]]:
-        """Return the values of the first key, of the first two, ... as far as the metadata have them."""
+        """Return the values of the first key, of the first two, ...; none if the metadata lack a key."""
         known = [str(meta[key]) for key in self.keys if key in meta]
         return [tuple(known[: k + 1]) for k in range(len(known))] if len(known) == len(self.keys) else []
 
@@ -69,6 +70,8 @@ class RelatedTokenDataset(TokenDataset):
         metadata: of the N samples. Captions under the key "same" are used for samples with a related picture, half of
             the time.
         is_training: the samples are the pictures of `related` themselves. A picture is not related to itself.
+
+    Raises `UserError` if no two pictures of `related` agree.
     """
 
     def __init__(
@@ -84,6 +87,9 @@ class RelatedTokenDataset(TokenDataset):
         super().__init__(tokens, [(*a, *b) for a, b in zip(captions, self.same, strict=True)], text)
         self.captions, self.related, self.is_training = captions, related, is_training
         groups = related.groups()
+        if all(len(group) == 1 for group in groups.values()):
+            names = " and ".join(related.keys)
+            raise UserError(f"no two pictures agree in the metadata {names}: name other keys in related_by")
         self.groups = [[groups[v] for v in related.values(meta) if v in groups] for meta in metadata]
 
     def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:

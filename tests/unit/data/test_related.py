@@ -3,11 +3,13 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from limner.data.datasets import CaptionEncoding
 from limner.data.related import Related, RelatedTokenDataset
+from limner.errors import UserError
 from limner.text import PAD
 from numbered_tokens import Numbers
 
@@ -31,6 +33,7 @@ ROWS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy")), min_si
 @settings(max_examples=50, deadline=None)
 @given(rows=ROWS, seed=st.integers(0, 2**32))
 def test_a_related_picture_is_another_one_of_the_same_subject(rows, seed):
+    rows += [("d", "x"), ("d", "y")]  # so that two agree
     data, indices = dataset(rows), np.arange(len(rows))
     seeds = np.arange(seed, seed + len(rows))
     batch = data.batch(indices, seeds)
@@ -67,12 +70,19 @@ def test_held_out_samples_follow_training_pictures():
     assert set(given[::2].tolist()) == {1, 2} and set(given[1::2].tolist()) == {PAD}
 
 
+def test_metadata_without_pictures_that_agree_raise():
+    with pytest.raises(UserError, match="no two pictures agree in the metadata subject and set"):
+        dataset([("a", "x"), ("b", "x")])
+
+
 def test_damaged_metadata_give_no_picture_and_no_caption():
-    metadata = [{"subject": "a"}, {"set": "x", "same": 4}, {"subject": "a", "set": "x", "same": [3, "", "x" * 5_000]}]
-    related = Related(np.zeros((3, 4), int), metadata, KEYS, 1.0)
-    data = RelatedTokenDataset(np.zeros((3, 4), int), [("1",)] * 3, encoding(), metadata, related, True)
-    assert not any(data.same) and not any(len(g) > 1 for groups in data.groups for g in groups)
-    assert (data.batch(np.arange(3), np.arange(3))["given"] == PAD).all()
+    damaged = [{"subject": "a"}, {"set": "x", "same": 4}, {"subject": "a", "set": "x", "same": [3, "", "x" * 5_000]}]
+    metadata = [*damaged, {"subject": "b", "set": "x"}, {"subject": "b", "set": "y"}]
+    related = Related(np.zeros((5, 4), int), metadata, KEYS, 1.0)
+    data = RelatedTokenDataset(np.zeros((5, 4), int), [("1",)] * 5, encoding(), metadata, related, True)
+    assert not any(data.same) and not any(len(g) > 1 for groups in data.groups[:3] for g in groups)
+    given = data.batch(np.arange(5), np.arange(5))["given"]
+    assert (given[:3] == PAD).all() and not given[3:].any()
 
 
 def encoding(**text):
