@@ -219,8 +219,8 @@ class KVCache:
         buffers = (x[used] if x.ndim == 4 else x[:, rows] for x in self.buffers)
         length = self.length[rows] if isinstance(self.length, Tensor) else self.length
         texts = [self.texts[i] for i in used] if self.texts else ()
-        layers, captions = [layer.bind(buffers) for layer in self.layers], [used.index(x) for x in captions]
-        return KVCache(layers, length, captions, texts, next(buffers, None))
+        layers, added = self._bind(buffers)
+        return KVCache(layers, length, [used.index(x) for x in captions], texts, added)
 
     def put(self, cache: KVCache, slots: Sequence[int]) -> None:
         """Add rows of another cache, each at its own position: in place of the rows `slots`, then after the last row.
@@ -243,7 +243,7 @@ class KVCache:
             _put(x, y[new], places, 0) if x.ndim == 4 else _put(x, y, rows, 1)
             for x, y in zip(self.buffers, cache.buffers, strict=True)
         )
-        self.layers, self.added = [layer.bind(buffers) for layer in self.layers], next(buffers, None)
+        self.layers, self.added = self._bind(buffers)
         self.length, self.captions, self.texts = _put(lengths, cache._row_lengths(), rows, 0), captions, texts
         self.places = Places.of(captions, len(texts), lengths.device)
 
@@ -252,9 +252,12 @@ class KVCache:
 
     def copy(self) -> KVCache:
         """Return a deep copy."""
-        buffers = (x.clone() for x in self.buffers)
-        layers = [layer.bind(buffers) for layer in self.layers]
-        return KVCache(layers, self.length, self.captions, self.texts, next(buffers, None))
+        layers, added = self._bind(x.clone() for x in self.buffers)
+        return KVCache(layers, self.length, self.captions, self.texts, added)
+
+    def _bind(self, buffers: Iterator[Tensor]) -> tuple[list[LayerKVCache], Tensor | None]:
+        """Return layers and `added` backed by the tensors of an iterator, in the order of the property `buffers`."""
+        return [layer.bind(buffers) for layer in self.layers], next(buffers, None)
 
     @property
     def buffers(self) -> list[Tensor]:
