@@ -111,12 +111,11 @@ def evaluate(
 
     rows, drawings = draw_and_compare(pipe, references, targets, verdict, settings, progress)
     sheet = sheet_rows(references, targets, drawings, rows[f"best of {settings.candidates}"]["subject"])
-    if split == "combination" and pipe.prior.config.condition_blocks:
-        followed, _ = draw_and_compare(
-            pipe, references, targets, verdict, settings, None, _copies(pipe, icons, targets)
-        )
+    copies = icons.nearest_style_copies(targets) if split == "combination" else []
+    if copies and pipe.prior.config.condition_blocks:
+        followed, _ = draw_and_compare(pipe, references, targets, verdict, settings, None, _follow(pipe, icons, copies))
         rows |= {f"{name}, following a copy": verdicts for name, verdicts in followed.items()}
-    rows |= baselines(pipe, icons, split, targets, verdict)
+    rows |= baselines(pipe, icons, targets, copies, verdict)
 
     def result(name: str, cases: Sequence[int], sheet: Sequence[SheetRow] = ()) -> EvalResult:
         shown = [targets[i] for i in cases]
@@ -131,9 +130,8 @@ def evaluate(
     return [*results, result("icons that the set lacks", lacking)] if split == "combination" and lacking else results
 
 
-def _copies(pipe: TextToImage, icons: Icons, targets: Sequence[int]) -> Tensor:
+def _follow(pipe: TextToImage, icons: Icons, copies: Sequence[int | None]) -> Tensor:
     """Return prompt tokens [B, 2 S] to follow the copies of the baseline; all `UNSET` without one."""
-    copies = icons.nearest_style_copies(targets)
     tokens = torch.cat([
         pipe.dvae.tokenize(icons.references.pictures[part].to(pipe.device))
         for part in torch.tensor([copy or 0 for copy in copies]).split(_BATCH)

@@ -65,7 +65,8 @@ def evaluate(
     nearest = nearest_picture(references.pictures, drawings).tolist()
     labels = [references.families[i] for i in nearest], [styles[i] for i in nearest]
     rows[f"best of {settings.candidates}, nearest picture"] = _verdicts(labels, references.families, styles, targets)
-    rows |= baselines(pipe, icons, split, targets, verdict)
+    copies = icons.nearest_style_copies(targets) if split == "combination" else []
+    rows |= baselines(pipe, icons, targets, copies, verdict)
     sheet = sheet_rows(references, targets, drawings, rows[f"best of {settings.candidates}"][_SUBJECT_AND_STYLE])
     name = SPLITS.get(split, split)
     return [comparison_result(name, pipe, references, targets, settings, rows, _chance(classifier), sheet)]
@@ -74,14 +75,14 @@ def evaluate(
 def baselines(
     pipe: TextToImage,
     icons: Icons,
-    split: str,
     targets: Sequence[int],
+    copies: Sequence[int | None],
     verdict: Callable[[Tensor, Sequence[int]], Verdicts],
 ) -> dict[str, Verdicts]:
-    """Return verdicts on real pictures instead of drawings of `targets`, by row of the table."""
+    """Return verdicts on real pictures instead of drawings of `targets`, by row of the table; `copies` are those of
+    `Icons.nearest_style_copies`, or empty."""
     pictures, rows = icons.references.pictures, dict[str, Verdicts]()
-    if split == "combination":
-        copies = icons.nearest_style_copies(targets)
+    if copies:
         exists = np.array([copy is not None for copy in copies])
         copied = verdict(pictures[[copy or 0 for copy in copies]], targets)
         rows["copies from nearest style"] = {respect: right & exists for respect, right in copied.items()}
