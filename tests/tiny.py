@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from limner.models.contrastive import CLIPConfig
@@ -12,6 +13,7 @@ from limner.objectives.codebook_elbo import BalancedELB
 from limner.pipeline import TextToImage
 from limner.recipes import get
 from limner.recipes.recipe import DVAEStage, Recipe
+from limner.retrieval import Examples
 from limner.text.bpe import Tokenizer
 
 WORDS = ["a small red circle above a large blue square on a gray background", "two green crosses, teal background"]
@@ -41,10 +43,18 @@ def tiny_pipe(seed: int = 0, sharp: float = 20.0, patches: bool = False, conditi
     ).build()
     with torch.no_grad():
         prior.head.image.weight *= sharp
+        if condition_blocks:
+            prior.embed.condition.out.weight.normal_()
     contrastive = CLIPConfig(
         text_vocab=vocab, text_len=30, size=24, patch=8, width=16, depth=1, heads=2, embedding=8
     ).build()
     return TextToImage(dvae, prior, contrastive, tokenizer, {"name": "tiny"})
+
+
+def examples(pipe: TextToImage) -> Examples:
+    """Pictures of "red circle" and "green crosses", with random tokens."""
+    tokens = np.random.default_rng(0).integers(0, pipe.prior.config.image_vocab, (6, 36), np.uint16)
+    return Examples(tokens, ["red circle", "green crosses"] * 3)
 
 
 STEPS = 40

@@ -1,9 +1,9 @@
 """Reading and writing of bundles: folders with a complete text-to-image model.
 
 A bundle has `config.json`, `dvae.safetensors`, `prior.safetensors`, `contrastive.safetensors`, `tokenizer.json` and
-`README.md`, a model card. A folder for a dVAE alone has `config.json` and `dvae.safetensors`; one for a published CLIP
-model also has its `tokenizer.json`. Bundles are untrusted: reading executes and unpickles nothing, and checks each size
-and key against the configuration before it allocates memory.
+`README.md`, a model card; some have `examples.npy.xz` (`retrieval.py`). A folder for a dVAE alone has `config.json` and
+`dvae.safetensors`; one for a published CLIP model also has its `tokenizer.json`. Bundles are untrusted: reading runs
+and unpickles nothing, and checks each size and key against the configuration before it allocates memory.
 
 The prior and the contrastive model are stored in half precision, or their matrices in 8 bits: `NAME` has integers, and
 `NAME.scale` a factor per row. A dVAE is stored without loss, in 16 bits where possible: the prior is trained on its
@@ -33,6 +33,7 @@ from limner.models.transformer import TransformerConfig
 from limner.optim.dtensor import shard_like
 from limner.pretrained import FORMAT, find_bundle, is_bundle, resolve_name
 from limner.quantization.quantize import quantize
+from limner.retrieval import Examples
 from limner.text.bpe import Tokenizer
 from limner.text.clip_bpe import CLIPTokenizer
 
@@ -51,15 +52,16 @@ _MAX_WIDTH = 1 << 14
 _MAX_TENSORS = 1 << 14  # in one model
 _FLOAT_FORMATS = ("F32", "F16", "BF16")
 SCALE_SUFFIX = ".scale"
-FILES = ("config.json", *(f"{name}.safetensors" for name in _PARTS), "tokenizer.json", "README.md")
+FILES = ("config.json", *(f"{name}.safetensors" for name in _PARTS), "tokenizer.json", "README.md")  # of all bundles
 
 
 # ---------------------------------------------------------------------------- writing
 
 
 def write(
-    folder: Path, models: Mapping[str, Any], tokenizer: Tokenizer, info: Mapping[str, Any], dtype: torch.dtype
-) -> dict[str, Any]:
+    folder: Path, models: Mapping[str, Any], tokenizer: Tokenizer, info: Mapping[str, Any], dtype: torch.dtype,
+    examples: Examples | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Write a bundle atomically, replacing an existing one. Return the info as written.
 
     `dtype` is the format of the prior and the contrastive model; int8 applies to their matrices, and other tensors are
@@ -71,6 +73,9 @@ def write(
     with atomic_folder(folder) as fresh:
         _write_weights(fresh, models, dtype)
         tokenizer.save(fresh / "tokenizer.json")
+        if examples:
+            examples.save(fresh)
+            info["examples"] = len(examples)
         _write_config(fresh, FORMAT, models, info)
         atomic_write_text(fresh / "README.md", model_card(models, tokenizer, info))
     return info
@@ -119,8 +124,7 @@ def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype |
 
 def _write_config(folder: Path, kind: str, models: Mapping[str, Any], info: Mapping[str, Any]) -> None:
     configs = {name: to_dict(model.config, _PARTS[name]) for name, model in models.items()}
-    config = {"format": kind, **configs, "info": dict(info)}
-    write_json(folder / "config.json", config, indent=2, ensure_ascii=False)
+    write_json(folder / "config.json", {"format": kind, **configs, "info": dict(info)}, indent=2, ensure_ascii=False)
 
 
 def _to_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -152,8 +156,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Any]]:
 
     Raises `UserError` if a part is missing, damaged or inconsistent.
     """
-    path = folder / "config.json"
-    data = read_mapping(path)
+    data = read_mapping(path := folder / "config.json")
     info = _check_info(data, path)
     models = {name: _load_part(folder, name, kind, data) for name, kind in _PARTS.items()}
     return models, Tokenizer.load(folder / "tokenizer.json"), info
@@ -224,9 +227,7 @@ def _load_part(folder: Path, name: str, kind: Any, data: Mapping[str, Any]) -> n
                     raise UserError(f"{path}: {key!r} has shape {stored_shape}, its configuration requires {shape}")
                 if (stored := slices[key].get_dtype()) not in _FLOAT_FORMATS and key not in int8:
                     formats = ", ".join((*_FLOAT_FORMATS, "I8") if key in matrices else _FLOAT_FORMATS)
-                    raise UserError(
-                        f"{path}: {key!r} is stored as {stored}, a bundle must store it as one of {formats}"
-                    )
+                    raise UserError(f"{path}: {key!r} is stored as {stored}: a bundle stores one of {formats}")
             with torch.random.fork_rng(devices=[]), _NoInitialValues():
                 model = config.build()
 

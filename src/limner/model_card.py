@@ -29,6 +29,8 @@ def model_card(models: Mapping[str, Any], tokenizer: Tokenizer, info: Mapping[st
     for key in ("data", "samples", "created", "limner", "license"):
         if key in info:
             lines.append(f"- {key}: {info[key]}")
+    if examples := info.get("examples"):
+        lines.append(f"- training pictures in the bundle: {examples:,}, one of which is followed if a caption names it")
     lines += [
         "", "## Use", "", "```python", "import limner", "",
         'limner.load("THIS/FOLDER")("a caption", n=4, candidates=64, seed=0).save("drawing.png")', "```",

@@ -4,10 +4,11 @@
     drawings = pipe("a small red circle", n=2, candidates=64, seed=0)
     drawings[0].save("circle.png")
 
-The prior samples `candidates` token grids, the dVAE decodes them, the contrastive model scores the pictures against
-the caption (`sampling/engine.py`), and the pipeline returns the best `n` (`sampling/rerank.py`). Candidate i of a
-caption depends only on the caption, the seed and i. More candidates or other captions in the batch do not change it,
-apart from float rounding, which may flip a choice between two equally likely tokens.
+The prior samples `candidates` token grids, the dVAE decodes them, the contrastive model scores the pictures against the
+caption (`sampling/engine.py`), and the pipeline returns the best `n` (`sampling/rerank.py`). If the bundle has training
+pictures of the caption's subject, the prior follows one (`retrieval.py`). Candidate i of a caption depends only on the
+caption, the seed and i. Other candidates and captions in the batch do not change it, apart from float rounding, which
+may flip a choice between two equally likely tokens.
 
 Shapes: B captions, N candidates, T text positions, S image positions, H x W pixels.
 """
@@ -15,6 +16,8 @@ Shapes: B captions, N candidates, T text positions, S image positions, H x W pix
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +31,11 @@ from limner.errors import UserError
 from limner.models.contrastive import CLIP
 from limner.models.image_tokenizer import ImageTokenizer
 from limner.models.transformer import Transformer
-from limner.priming import add_given, prompt, square
+from limner.priming import add_given, follow, follow_example, prompt, square
 from limner.progress import Advance
 from limner.reranker import load_clip
-from limner.sampling.engine import (
-    Candidates,
-    Engine,
-    OnPreview,
-    Preview,
-    Request,
-    caption_seeds,
-)
+from limner.retrieval import Examples
+from limner.sampling.engine import Candidates, Engine, OnPreview, Preview, Request, caption_seeds
 from limner.sampling.generate import UNSET
 from limner.sampling.generation_config import GenerationConfig, ModelDefaults, Sampler
 from limner.sampling.inference import InferenceConfig, InferenceModels
@@ -56,6 +53,7 @@ class TextToImage:
         dvae, prior, contrastive, tokenizer: models that were trained together.
         info: JSON values for the model card: "name", "recipe", "data", "scores", ...; defaults "temperature",
             "guidance" and "candidates"; "prior_score_weight" of the prior's log-probability in `Drawing.score`.
+        examples: training pictures to follow; without them, set to None, the prior draws from captions alone.
 
     Raises:
         UserError: the models do not fit together, or `info` is invalid.
@@ -69,10 +67,12 @@ class TextToImage:
         tokenizer: Tokenizer,
         info: Mapping[str, Any] | None = None,
         inference_config: InferenceConfig = InferenceConfig(),
+        examples: Examples | None = None,
     ) -> None:
         self.dvae, self.prior, self.contrastive = dvae.eval(), prior.eval(), contrastive.eval()
         self.tokenizer, self.info, self.inference_config = tokenizer, dict(info or {}), inference_config
         self.rerank_tokenizer: Tokenizer | CLIPTokenizer = tokenizer
+        self.examples = examples
         self.defaults = ModelDefaults.from_info(self.info)
         bundles.check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
         self._engine: Engine | None = None
@@ -147,7 +147,7 @@ class TextToImage:
     def like(self, image: Image.Image) -> Tensor:
         """Return prompt tokens [1, 2 S] that ask for a picture like this one, but as the caption says."""
         tokens = self.dvae.tokenize(torch.from_numpy(square(image, self.size))[None].to(self.device))
-        return torch.cat([torch.full_like(tokens, UNSET), tokens], 1)
+        return torch.from_numpy(follow(tokens[0].cpu().numpy()))[None]
 
     def draw_many(
         self,
@@ -219,21 +219,27 @@ class TextToImage:
             )  # fmt: skip
             jobs.append(self.engine.submit(request))
         self.engine.run(jobs, progress)
-        pictures, scores, tokens = (
-            torch.stack([getattr(job, name) for job in jobs]) for name in ("pictures", "scores", "tokens")
+        names = "pictures", "scores", "tokens"
+        return Candidates(
+            **{name: torch.stack([getattr(job, name) for job in jobs]) for name in names}, sampler=sampler
         )
-        return Candidates(pictures, scores, tokens, sampler)
 
     def request(self, caption: str, count: int, *, sampler: Sampler, **settings: Any) -> Request:
         """Return a request of `count` candidates for the engine; `settings` are those of `Request`.
 
         Raises `UserError` if the caption is empty or not valid Unicode, or if the model cannot take a given picture.
         """
-        text = self.tokenizer.encode([caption], self.prior.config.text_len)[0]
+        config, prompt_tokens = self.prior.config, settings.pop("prompt_tokens", None)
+        text = self.tokenizer.encode_array([caption], config.text_len)[0]
         rerank_text = self.rerank_tokenizer.encode([caption], self.contrastive.config.text_len)[0]
-        sampler = sampler.with_defaults(self.defaults.sampler)
-        text, settings["prompt_tokens"] = add_given(text, settings.get("prompt_tokens"), self.prior.config)
-        return Request(text=text, rerank_text=rerank_text, candidates=count, sampler=sampler, **settings)
+        example = partial(follow_example, self.examples, caption, lambda x: self.engine.models.closest(rerank_text, x))
+        given = example() if prompt_tokens is None else prompt_tokens.cpu().numpy()
+        text, given = add_given(text, given, prod(config.grid), config.condition_blocks > 0)
+        return Request(
+            text=torch.from_numpy(text), rerank_text=rerank_text, candidates=count,
+            sampler=sampler.with_defaults(self.defaults.sampler),
+            prompt_tokens=None if given is None else torch.from_numpy(given), **settings,
+        )  # fmt: skip
 
     @property
     def engine(self) -> Engine:
@@ -242,8 +248,6 @@ class TextToImage:
             models = self.dvae, self.prior, self.contrastive, self.defaults.prior_score_weight
             self._engine = Engine(InferenceModels(*models, self.inference_config))
         return self._engine
-
-    # ------------------------------------------------------------------------ bundles
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> Path:
         """Write a bundle atomically, replacing an existing one. Return the folder.
@@ -254,7 +258,7 @@ class TextToImage:
         models = {"dvae": self.dvae, "prior": self.prior, "contrastive": self.contrastive}
         bundles.check_fit(self.dvae.config, self.prior.config, self.contrastive.config, self.tokenizer)
         info = {"limner": __version__, **self.info}
-        self.info = bundles.write(Path(folder), models, self.tokenizer, info, dtype)
+        self.info = bundles.write(Path(folder), models, self.tokenizer, info, dtype, self.examples)
         return Path(folder)
 
     @classmethod
@@ -279,14 +283,13 @@ class TextToImage:
             adapters.merge(models["prior"], adapter, folder / "prior.safetensors")
         try:
             pipe = cls(**models, tokenizer=tokenizer, info=info, inference_config=InferenceConfig(**settings))
+            pipe.examples = Examples.find(folder, prod(pipe.prior.config.grid), pipe.prior.config.image_vocab)
         except UserError as error:
             raise UserError(f"{folder}: {error}") from None
         if rerank is not None:
             pipe.contrastive, pipe.rerank_tokenizer, *_ = load_clip(rerank)
             pipe.defaults = pipe.defaults._replace(prior_score_weight=0.0)
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        return pipe.to(device)
+        return pipe.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def load(name_or_folder: str | Path = pretrained.DEFAULT, **options: Any) -> TextToImage:

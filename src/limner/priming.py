@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 from PIL import Image
@@ -10,14 +10,11 @@ from PIL import Image
 from limner.data.augment import augment_none
 from limner.data.image_decode import to_rgb
 from limner.errors import UserError
+from limner.retrieval import Examples
+from limner.sampling.generation_config import UNSET
 from limner.text import PAD
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from limner.models.transformer import TransformerConfig
-
-__all__ = ["add_given", "prompt", "square"]
+__all__ = ["add_given", "follow", "follow_example", "prompt", "square"]
 
 
 def prompt(
@@ -48,16 +45,30 @@ def square(image: Image.Image, size: int) -> np.ndarray:
     return np.ascontiguousarray(augment_none(np.array(to_rgb(image)), size).transpose(2, 0, 1))
 
 
-def add_given(text: Tensor, prompt_tokens: Tensor | None, config: TransformerConfig) -> tuple[Tensor, Tensor | None]:
+def follow(tokens: np.ndarray) -> np.ndarray:
+    """Return prompt tokens [2 S] that ask for a picture like that of tokens [S], but as the caption says."""
+    return np.concatenate([np.full_like(tokens, UNSET), tokens])
+
+
+def follow_example(examples: Examples | None, caption: str, closest: Callable[[np.ndarray], int]) -> np.ndarray | None:
+    """Return prompt tokens [2 S] to follow an example of the caption's subject; None without one. `closest` returns
+    the row of the best one, given the tokens [K, S] of all."""
+    if examples is None or not len(tokens := examples.about(caption)):
+        return None
+    return follow(tokens[closest(tokens)])
+
+
+def add_given(
+    text: np.ndarray, prompt_tokens: np.ndarray | None, positions: int, can_follow: bool
+) -> tuple[np.ndarray, np.ndarray | None]:
     """Move a picture to follow from the prompt tokens, [S] or [2 S], to the caption's: [T] -> [T + S], with PAD if none
-    is given. The caption stays [T] if the prior takes captions alone. Raises `UserError` if it does and one is given.
+    is given. The caption stays [T] unless the prior `can_follow` a picture.
+
+    Raises `UserError` if a picture to follow is given in vain.
     """
-    t, positions = len(text), config.grid[0] * config.grid[1]
     given = text[:0] if prompt_tokens is None else prompt_tokens[positions:]
-    if config.condition_blocks:
-        packed = text.new_full((t + positions,), PAD)
-        packed[:t], packed[t : t + len(given)] = text, given
-        text = packed
+    if can_follow:
+        text = np.concatenate([text, given if len(given) else np.full(positions, PAD)])
     elif len(given):
         raise UserError("this model takes captions alone: use one that was trained with pictures to follow")
     return text, None if prompt_tokens is None else prompt_tokens[:positions]

@@ -129,13 +129,13 @@ SPOILED = {
     "a scale that is no number": (lambda t: t[KEY + ".scale"].fill_(float("nan")), "has values that are not finite"),
     "a scale that overflows": (lambda t: t[KEY + ".scale"].fill_(3e38), "has values that are not finite"),
     "a scale of whole numbers": (
-        lambda t: t.update({KEY + ".scale": t[KEY + ".scale"].int()}), "stored as I32, .* one of F32, F16, BF16$",
+        lambda t: t.update({KEY + ".scale": t[KEY + ".scale"].int()}), "stored as I32: .* one of F32, F16, BF16$",
     ),
     "a vector in 8 bits": (
-        lambda t: t.update({"embed.start": t["embed.start"].char()}), "stored as I8, .* one of F32, F16, BF16$",
+        lambda t: t.update({"embed.start": t["embed.start"].char()}), "stored as I8: .* one of F32, F16, BF16$",
     ),
     "a matrix in 64 bits": (
-        lambda t: (t.update({KEY: t[KEY].double()}), t.pop(KEY + ".scale")), "stored as F64, .* BF16, I8$",
+        lambda t: (t.update({KEY: t[KEY].double()}), t.pop(KEY + ".scale")), "stored as F64: .* BF16, I8$",
     ),
 }  # fmt: skip
 

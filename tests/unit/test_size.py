@@ -5,7 +5,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "src/limner"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
-BUDGET = 44_600  # docs/log/2026-11-29.md, "Budget of 44,600 lines instead of 44,300"
+BUDGET = 44_800  # docs/log/2026-11-29.md, "Budget of 44,800 lines instead of 44,600"
 NESTED = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.AsyncFor, ast.AsyncWith, ast.Match)
 #: Kernels take their arguments one by one.
 KERNELS = ("attention/triton_decode.py", "optim/triton_adamw.py", "quantization/triton_int8.py")

@@ -267,9 +267,11 @@ class KVCache:
     def added_at(self, width: int) -> Float[Tensor, "M W D"]:
         """Return what is added to the embeddings of the next tokens of each row, `width` of them."""
         assert self.added is not None
-        captions = torch.tensor(self.row_captions, device=self.added.device)[:, None]
         begin = torch.as_tensor(self.length, device=self.added.device).reshape(-1, 1)
-        return self.added[captions, 0, begin + torch.arange(width, device=begin.device)]
+        positions = begin + torch.arange(width, device=begin.device)
+        if len(self.added) == 1:
+            return self.added[0, 0, positions]
+        return self.added[torch.tensor(self.row_captions, device=begin.device)[:, None], 0, positions]
 
     def attention_fns(self) -> list[AttentionFn]:
         """Return each layer's attention at the next positions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -43,12 +43,11 @@ def main(argv: Sequence[str]) -> None:
     if (options.keep_rows is not None) + (options.mask is not None) + options.like != 1:
         raise UserError("limner edit needs --keep-rows INT, --mask FILE or --like: give one of the three")
     image, mask = _read(options.image, options.like), options.mask and _read(options.mask)
-    if options.like:
-        if options.engine == "onnx":
-            raise UserError("ONNX files cannot take a picture to follow: leave out --engine onnx")
-        draw(replace(options, engine="torch"), options.caption, lambda pipe: pipe.like(image))
-    else:
-        draw(options, options.caption, lambda pipe: pipe.prime(image, options.keep_rows, mask))
+
+    def prime(pipe: Any) -> Any:
+        return pipe.like(image) if options.like else pipe.prime(image, options.keep_rows, mask)
+
+    draw(options, options.caption, prime)
 
 
 def _read(path: Path, svg: bool = False) -> Any:

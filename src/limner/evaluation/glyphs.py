@@ -1,11 +1,12 @@
 """Share of drawings of monochrome icons that show the subject and the style that their caption names.
 
 A drawing shows its subject if, of all real icons of the style, the icon of the caption is the nearest by squared error.
+The bundle's training pictures are followed as in every drawing (`retrieval.py`).
 A classifier of styles, trained on training icons only, reads the style. Its accuracy on real icons that it did not see
 is the ceiling. For held-out combinations the table also has these rows:
 
 - copies instead of drawings: the training icon of the subject in the nearest other style;
-- drawings that follow these copies, if the model can;
+- drawings that follow these copies, and drawings from captions alone, if the model can follow a picture;
 - real icons through the dVAE: the ceiling of the nearest icon.
 
 A set often shows a held-out subject in another variant ("thin" where "bold" is held out). A second table has the
@@ -115,6 +116,11 @@ def evaluate(
     if copies and pipe.prior.config.condition_blocks:
         followed, _ = draw_and_compare(pipe, references, targets, verdict, settings, None, _follow(pipe, icons, copies))
         rows |= {f"{name}, following a copy": verdicts for name, verdicts in followed.items()}
+    if copies and pipe.examples:
+        examples, pipe.examples = pipe.examples, None
+        alone, _ = draw_and_compare(pipe, references, targets, verdict, settings, None)
+        rows |= {f"{name}, from captions alone": verdicts for name, verdicts in alone.items()}
+        pipe.examples = examples
     rows |= baselines(pipe, icons, targets, copies, verdict)
 
     def result(name: str, cases: Sequence[int], sheet: Sequence[SheetRow] = ()) -> EvalResult:

@@ -21,9 +21,10 @@ from limner import bundles
 from limner.atomic_io import atomic_folder, atomic_write_bytes, file_hash
 from limner.bundles import SCALE_SUFFIX
 from limner.errors import UserError
-from limner.export.parts import Decode, Encode, Part, Prefill, Score, Step, WithWeights
+from limner.export.parts import Decode, Encode, Part, Prefill, Score, Step, WithWeights, prefix_of
 from limner.json_files import parse_json, write_json
 from limner.pretrained import find_bundle, resolve_name
+from limner.retrieval import EXAMPLES
 from limner.runtime import FILE, FORMAT, WEIGHTS
 from limner.sampling.decoder import TokenDecoder
 
@@ -55,7 +56,7 @@ def export_onnx(bundle: str | Path, out: str | Path, progress: Callable[[int], o
     models, _, _ = bundles.read(folder)
     bundles.check_replaceable(out, bundles.FORMAT, "a bundle")
     with atomic_folder(out) as fresh:
-        for name in bundles.FILES:
+        for name in (*bundles.FILES, *([EXAMPLES] if (folder / EXAMPLES).exists() else [])):
             shutil.copyfile(folder / name, fresh / name)
         for name, recording in _recordings(models):
             atomic_write_bytes(fresh / f"{name}.onnx", _graph(recording, fresh).SerializeToString())
@@ -71,11 +72,13 @@ def _recordings(models: dict[str, Any]) -> Iterator[tuple[str, Recording]]:
     dvae, prior, contrastive = models["dvae"], models["prior"], models["contrastive"]
     rows, window, size = Dim("rows"), Dim("window", max=MAX_WINDOW), dvae.config.size
     pictures = torch.zeros(3, 3, size, size, dtype=torch.uint8)
-    text, rerank_text = (torch.zeros(1, m.config.text_len, dtype=torch.long) for m in (prior, contrastive))
     tokens = torch.zeros(3, dvae.config.grid[0] * dvae.config.grid[1], dtype=torch.long)
+    text, rerank_text = (torch.zeros(1, m.config.text_len, dtype=torch.long) for m in (prior, contrastive))
+    if prior.config.condition_blocks:
+        text = torch.cat([text, tokens[:1]], 1)
     with torch.no_grad():
         cache, _ = TokenDecoder(prior).prefill(text, MAX_WINDOW)
-    prefix = [x for layer in cache.layers for x in (layer.prefix_keys, layer.prefix_values)]
+    prefix = prefix_of(cache)
     states = [x for layer in cache.expand(3).layers for x in (*layer.keys.parts, *layer.values.parts)]
     steps = (torch.zeros(3, 5, dtype=torch.long), torch.zeros(3, 1, dtype=torch.long), *prefix, *states)
     step_sizes = [{0: rows, 1: window}, {0: rows}, *({} for _ in prefix), *({1: rows} for _ in states)]

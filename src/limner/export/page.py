@@ -69,7 +69,8 @@ def export_page(
         "attribution": merge_attributions(pipe.info.get("attribution")), "limner": __version__,
         "onnxruntime": str(parse_json(runtime["package.json"]).get("version")),
         "size": pipe.size, "grid": pipe.grid, "text_len": pipe.text_len, "rerank_len": pipe.rerank_len,
-        "window": pipe.max_window, "prior_score_weight": pipe.defaults.prior_score_weight,
+        "window": pipe.max_window, "can_follow": pipe.can_follow,
+        "prior_score_weight": pipe.defaults.prior_score_weight,
         "sampler": pipe.defaults.sampler.to_metadata(), "xmp": xmp_packet("\ue000", pipe.name).split("\ue000"),
     }  # fmt: skip
     files |= {"config.json": to_json(config).encode(), "ort.mjs": runtime[GLUE], "ort.wasm": runtime[WASM]}

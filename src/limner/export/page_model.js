@@ -149,12 +149,15 @@ class Model {
    * `seed` is a BigInt, a number or a text; `settings` are the sampler's. `onPass(rows)` sees each pass.
    */
   async draw(caption, seed, candidates, settings = {}, onPass = () => {}) {
-    const { grid, text_len, rerank_len, window, sampler, prior_score_weight, size } = this.config;
+    const { grid, text_len, rerank_len, window, sampler, prior_score_weight, size, can_follow } = this.config;
     const length = grid[0] * grid[1], merged = { ...sampler, ...settings }, ids = this.tokenizer.encode(caption);
     const padded = (count) => Array.from({ length: count }, (_, i) => (i < ids.length ? ids[i] : PAD));
-    const text = padded(text_len), captions = merged.guidance === 1 ? [text] : [text, text.map(() => PAD)], priors = [];
+    const text = padded(text_len), none = Array(can_follow ? length : 0).fill(PAD);  // no picture to follow
+    const captions = merged.guidance === 1 ? [text] : [text, text.map(() => PAD)], priors = [];
     for (const row of captions)
-      priors.push(new Prior(this, await this.sessions.prefill.run({ text: this.integers([row], text_len) })));
+      priors.push(new Prior(this, await this.sessions.prefill.run({
+        text: this.integers([[...row, ...none]], text_len + none.length),
+      })));
     const rows = Array.from({ length: candidates }, (_, i) => ({
       candidate: i + 1, uniform: uniformNumbers(candidateSeed(BigInt(seed), i), length),
       tokens: new Int32Array(length).fill(UNSET), first: 0, final: 0, last: -1, logProbability: 0,

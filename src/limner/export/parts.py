@@ -42,16 +42,18 @@ class WithWeights(nn.Module):
 
 
 class Prefill(Part):
-    """The prior reads a caption: text [1, T] -> logits [1, V] of the first token, and the prefix's keys and values."""
+    """The prior reads a caption: text [1, T] -> logits [1, V] of the first token, and the prefix (`prefix_of`).
+
+    A prior that can follow a picture reads [1, T + S]."""
 
     def __init__(self, prior: Transformer, window: int) -> None:
         super().__init__(prior)
         self.decoder, self.window = TokenDecoder(prior), window
-        self.inputs, self.outputs = ["text"], ["logits", *_names("prefix", 2 * prior.config.depth)]
+        self.inputs, self.outputs = ["text"], ["logits", *_prefix_names(prior)]
 
     def forward(self, text: Tensor) -> tuple[Tensor, ...]:
         cache, logits = self.decoder.prefill(text, self.window)
-        return logits[:, 0], *(x for layer in cache.layers for x in (layer.prefix_keys, layer.prefix_values))
+        return logits[:, 0], *prefix_of(cache)
 
 
 class Step(Part):
@@ -63,18 +65,19 @@ class Step(Part):
     def __init__(self, prior: Transformer, layers: Sequence[LayerKVCache]) -> None:
         super().__init__(prior)
         self.decoder, self.layers = TokenDecoder(prior), layers
-        prefix, states = _names("prefix", 2 * len(layers)), _names("states", 2 * len(layers))
+        prefix, states = _prefix_names(prior), _names("states", 2 * len(layers))
+        self.split = len(prefix)
         self.inputs = ["tokens", "position", *prefix, *states]
         self.outputs = ["logits", *(f"next_{name}" for name in states)]
 
     def forward(self, tokens: Tensor, position: Tensor, *buffers: Tensor) -> tuple[Tensor, ...]:
-        n = 2 * len(self.layers)
-        prefix, states = buffers[:n], [x.clone() for x in buffers[n:]]
+        prefix, states = buffers[: self.split], [x.clone() for x in buffers[self.split :]]
         layers = [
-            layer.bind(iter((*prefix[i : i + 2], *states[i : i + 2])))
-            for i, layer in zip(range(0, n, 2), self.layers, strict=True)
+            layer.bind(iter((*prefix[2 * i : 2 * i + 2], *states[2 * i : 2 * i + 2])))
+            for i, layer in enumerate(self.layers)
         ]
-        return self.decoder.step(KVCache(layers, position), tokens), *states
+        added = prefix[-1] if len(prefix) % 2 else None
+        return self.decoder.step(KVCache(layers, position, added=added), tokens), *states
 
 
 class Decode(Part):
@@ -105,6 +108,16 @@ class Score(Part):
 
     def forward(self, text: Tensor, pictures: Tensor) -> tuple[Tensor, ...]:
         return (self.model.encode_image(pictures) @ self.model.encode_padded(text)[0],)
+
+
+def prefix_of(cache: KVCache) -> list[Tensor]:
+    """Return what rows read of their caption: keys and values of each layer, and what a given picture adds, if any."""
+    prefix = [x for layer in cache.layers for x in (layer.prefix_keys, layer.prefix_values)]
+    return prefix if cache.added is None else [*prefix, cache.added]
+
+
+def _prefix_names(prior: Transformer) -> list[str]:
+    return _names("prefix", 2 * prior.config.depth + (prior.config.condition_blocks > 0))
 
 
 def _names(stem: str, count: int) -> list[str]:

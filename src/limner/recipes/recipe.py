@@ -112,6 +112,8 @@ class PriorStage(Validated):
         related_by: keys of metadata, most general first. Pictures that agree in them are related, and the model learns
             to follow one (`data/related.py`), which needs `model.condition_blocks`.
         related_share: share of training samples with a related picture.
+        examples: maximum number of training pictures that the bundle contains, of which the prior follows one if a
+            caption names its subject, the value of the first key of `related_by` (`retrieval.py`).
         temperature, guidance: defaults for sampling from the trained model. Guidance 1 is off.
     """
 
@@ -125,6 +127,7 @@ class PriorStage(Validated):
     caption_dropout: Annotated[float, Range(0, 1)] = 0.0
     related_by: tuple[str, ...] = ()
     related_share: Annotated[float, Range(0, 1)] = 0.75
+    examples: Annotated[int, Range(0, 2**24)] = 0
     temperature: Annotated[float, Range(0, 100)] = 1.0
     guidance: Annotated[float, Range(0, 100)] = 1.0
 
@@ -132,6 +135,8 @@ class PriorStage(Validated):
         super().__post_init__()
         if bool(self.related_by) != bool(self.model.condition_blocks):
             raise InvalidSetting("related_by", "must name keys if model.condition_blocks is not 0, and only then")
+        if self.examples and not self.related_by:
+            raise InvalidSetting("examples", "must be 0 without related_by, whose first key names the subject")
         if self.related_by and self.augment:
             raise InvalidSetting("related_by", "must be empty with augment: related pictures are encoded once")
 

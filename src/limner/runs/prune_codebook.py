@@ -44,7 +44,8 @@ def prune(pipe: TextToImage, used: Tensor) -> TextToImage:
     dvae = _copy_weights(pipe.dvae, replace(pipe.dvae.config, vocab=k).build(), used)
     prior = _copy_weights(pipe.prior, replace(pipe.prior.config, image_vocab=k).build(), used)
     contrastive = _copy_weights(pipe.contrastive, pipe.contrastive.config.build(), used)  # no codes
-    return TextToImage(dvae, prior, contrastive, pipe.tokenizer, pipe.info)
+    examples = pipe.examples and pipe.examples.renumbered(used.numpy())
+    return TextToImage(dvae, prior, contrastive, pipe.tokenizer, pipe.info, examples=examples)
 
 
 def _copy_weights(model: nn.Module, smaller: M, used: Tensor) -> M:

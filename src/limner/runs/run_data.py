@@ -6,8 +6,9 @@ RUN/tokenizer.json   RUN/tokens/   RUN/attribution.json, if the data names the o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from limner.models.image_tokenizer import ImageTokenizer
 from limner.numerics.seeding import splitmix64
 from limner.progress import progress
 from limner.recipes.recipe import DVAEStage, PatchStage, Recipe, ResolvedRecipe, resolve
+from limner.retrieval import Examples
 from limner.tasks.verify import falsity_test
 from limner.text.bpe import Tokenizer
 from limner.training.checkpoint import completed
@@ -49,6 +51,7 @@ class RunData:
     held_out: Source
     out: Path
     parallel: Parallel = field(default_factory=SingleProcess)
+    _read: dict[tuple[str, str], tuple[TokenCache, list[Mapping[str, Any]]]] = field(default_factory=dict, init=False)
 
     @classmethod
     def open(cls, recipe: Recipe, data: str | Path, out: str | Path, parallel: Parallel | None = None) -> RunData:
@@ -117,30 +120,42 @@ class RunData:
     def prior_dataset(self, source: Source, tokenizer: Tokenizer, dvae: ImageTokenizer) -> Dataset:
         """Return the prior's dataset: caption and image tokens, and those of related pictures if the recipe names keys
         of metadata. Augmented pictures are encoded per batch, others once and cached."""
-        stage, training, size = self.recipe.prior, source is self.train, dvae.config.size
+        stage, training = self.recipe.prior, source is self.train
         encoding = self._encoding(tokenizer, training, caption_dropout=stage.caption_dropout if training else 0.0)
-
-        def encode(pixels: Tensor) -> Tensor:
-            return dvae.tokenize(pixels.to(next(dvae.parameters()).device)).cpu()
-
         if training and stage.augment:
-            return EncodedDataset(ImageCaptionDataset(source, size, "prior", encoding), encode)
-        selected = source if training else _evaluation_subset(source)
-        cache = self._encode(selected, encode, dvae)
+            pictures = ImageCaptionDataset(source, dvae.config.size, "prior", encoding)
+            return EncodedDataset(pictures, partial(_tokens, dvae))
         if not stage.related_by:
+            cache = self._encode(source if training else _evaluation_subset(source), dvae)
             return TokenDataset(cache.tokens, cache.captions, encoding)
-        metadata = [selected.meta(int(i)) for i in cache.indices]
-        pictures = cache if training else self._encode(self.train, encode, dvae)
-        known = metadata if training else [self.train.meta(int(i)) for i in pictures.indices]
-        related = Related(pictures.tokens, known, stage.related_by, stage.related_share if training else 1.0)
+        known = self._described(self.train, dvae)
+        cache, metadata = known if training else self._described(_evaluation_subset(source), dvae)
+        share = stage.related_share if training else 1.0
+        related = Related(known[0].tokens, known[1], stage.related_by, share)
         return RelatedTokenDataset(cache.tokens, cache.captions, encoding, metadata, related, training)
 
-    def _encode(self, source: Source, encode: Callable[[Tensor], Tensor], dvae: ImageTokenizer) -> TokenCache:
-        """Return the tokens of a source, from the cache or by `encode`."""
+    def examples(self, dvae: ImageTokenizer) -> Examples | None:
+        """Return the training pictures of the bundle, evenly spaced, if the recipe asks for any."""
+        if not (limit := self.recipe.prior.examples):
+            return None
+        (cache, metadata), key = self._described(self.train, dvae), self.recipe.prior.related_by[0]
+        rows = _evenly_spaced(len(cache), limit)
+        return Examples(np.asarray(cache.tokens)[rows], [str(metadata[row].get(key, "")) for row in rows])
+
+    def _described(self, source: Source, dvae: ImageTokenizer) -> tuple[TokenCache, list[Mapping[str, Any]]]:
+        """Return the tokens and the metadata of a source; those of the training data are read once."""
+        key = (weights_hash(dvae), source.fingerprint())
+        if key not in self._read:
+            cache = self._encode(source, dvae)
+            self._read[key] = cache, [source.meta(int(i)) for i in cache.indices]
+        return self._read[key]
+
+    def _encode(self, source: Source, dvae: ImageTokenizer) -> TokenCache:
+        """Return the tokens of a source, from the cache or by the dVAE."""
         key, size, shown = weights_hash(dvae), dvae.config.size, self.parallel.is_main
         with self.parallel.main_first(), progress("encoding pictures", len(source), unit="image", shown=shown) as bar:
             return encode_tokens(
-                source, encode, key=key, size=size, cache_dir=self.out / "tokens", progress=bar.advance
+                source, partial(_tokens, dvae), key=key, size=size, cache_dir=self.out / "tokens", progress=bar.advance
             )
 
     def contrastive_dataset(self, source: Source, tokenizer: Tokenizer, size: int) -> ImageCaptionDataset:
@@ -158,6 +173,10 @@ class RunData:
         text = self.recipe.text
         dropout = text.dropout if training else 0.0
         return CaptionEncoding(tokenizer=tokenizer, length=text.length, bpe_dropout=dropout, **settings)
+
+
+def _tokens(dvae: ImageTokenizer, pixels: Tensor) -> Tensor:
+    return dvae.tokenize(pixels.to(next(dvae.parameters()).device)).cpu()
 
 
 def _captions(source: Source) -> Iterable[str]:

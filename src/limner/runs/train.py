@@ -85,7 +85,8 @@ def train_all(
             "candidates": recipe.contrastive.candidates,
             **({"attribution": attribution} if attribution else {}),
         }
-        bundle = TextToImage(dvae, prior, contrastive, trainer.tokenizer, info)
+        examples = run_data.examples(dvae)
+        bundle = TextToImage(dvae, prior, contrastive, trainer.tokenizer, info, examples=examples)
         if parallel.is_main:
             bundle.save_pretrained(out / "bundle")
         return bundle

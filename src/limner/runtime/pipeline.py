@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from limner.drawing import Drawings
 from limner.errors import UserError
 from limner.json_files import read_mapping
 from limner.pretrained import find_bundle, resolve_name
-from limner.priming import prompt
+from limner.priming import add_given, follow, follow_example, prompt, square
 from limner.progress import Advance
+from limner.retrieval import Examples
 from limner.runtime import FILE, FORMAT, WEIGHTS
 from limner.runtime.sampling import UNSET, candidate_noise, generate
 from limner.sampling.generation_config import GenerationConfig, ModelDefaults, Sampler
@@ -67,11 +69,13 @@ class OnnxPipeline:
             self.info: dict[str, Any] = config.get("info", {})
             self.size, self.grid = _whole(dvae["size"]), (_whole(prior["grid"][0]), _whole(prior["grid"][1]))
             self.text_len, self.rerank_len = _whole(prior["text_len"]), _whole(contrastive["text_len"])
-            self.max_window = _whole(graphs["window"])
+            self.max_window, self.can_follow = _whole(graphs["window"]), prior.get("condition_blocks", 0) > 0
+            self.vocab = prior["image_vocab"]
             self.defaults = ModelDefaults.from_info(self.info)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise UserError(f"{self.folder}: config.json or {FILE} is invalid: {error!r}") from None
         self.tokenizer = Tokenizer.load(self.folder / "tokenizer.json")
+        self.examples = Examples.find(self.folder, self.grid[0] * self.grid[1], self.vocab)
         self._sessions: dict[str, Any] = {}
 
     @property
@@ -84,6 +88,10 @@ class OnnxPipeline:
         (tokens,) = self.run("encode", pictures=pixels[None])
         return np.where(unset, UNSET, tokens[0])
 
+    def like(self, image: Image.Image) -> np.ndarray:
+        """Return prompt tokens [2 S] to follow a picture; see `TextToImage.like`."""
+        return follow(self.run("encode", pictures=square(image, self.size)[None])[0][0])
+
     def __call__(
         self,
         caption: str,
@@ -94,7 +102,7 @@ class OnnxPipeline:
         progress: Advance | None = None,
         **settings: Any,
     ) -> Drawings:
-        """Draw a caption, or complete a picture with tokens from `prime`; see `TextToImage.__call__`."""
+        """Draw a caption, with tokens from `prime` or `like` if a picture is given; see `TextToImage.__call__`."""
         if not isinstance(caption, str):
             raise UserError(f"the caption must be a string, not {caption!r}: draw one caption at a time")
         options, count = options.resolve(n, self.defaults, settings)
@@ -119,10 +127,13 @@ class OnnxPipeline:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Draw candidates; return pictures uint8 [N, 3, H, W], scores [N] and tokens [N, S]. Raises `UserError`."""
         length = self.grid[0] * self.grid[1]
-        text = self.tokenizer.encode_array([caption], self.text_len)
-        prior = _OnnxPrior(self, text)
-        empty = _OnnxPrior(self, np.full_like(text, PAD)) if sampler.guided else None
-        given = np.full(length, UNSET) if prompt_tokens is None else prompt_tokens
+        if prompt_tokens is None:
+            prompt_tokens = follow_example(self.examples, caption, partial(self._closest, caption))
+        text, given = self.tokenizer.encode_array([caption], self.text_len)[0], np.full(length, UNSET)
+        text, kept = add_given(text, prompt_tokens, length, self.can_follow)
+        given = given if kept is None else kept
+        prior = _OnnxPrior(self, text[None])
+        empty = _OnnxPrior(self, np.full_like(text[None], PAD)) if sampler.guided else None
         tokens, scores = np.empty((count, length), np.int64), np.empty(count)
         pictures = np.empty((count, 3, self.size, self.size), np.uint8)
         for begin in range(0, count, MAX_BATCH):
@@ -134,12 +145,19 @@ class OnnxPipeline:
                 raise UserError("the ONNX files do not fit the bundle, export it again: pictures have another size")
             pictures[rows] = decoded
         if (given == UNSET).all():
-            rerank_text = self.tokenizer.encode_array([caption], self.rerank_len)
-            (cosines,) = self.run("score", text=rerank_text, pictures=pictures)
-            if not np.isfinite(cosines).all():
-                raise UserError("the scores of the contrastive model are not finite: its weights are damaged")
-            scores = cosines + self.defaults.prior_score_weight * scores
+            scores = self._cosines(caption, pictures) + self.defaults.prior_score_weight * scores
         return pictures, scores, tokens
+
+    def _closest(self, caption: str, tokens: np.ndarray) -> int:
+        return int(self._cosines(caption, self.run("decode", tokens=tokens)[0]).argmax())
+
+    def _cosines(self, caption: str, pictures: np.ndarray) -> np.ndarray:
+        """Return the cosines of pictures and caption, [N]. Raises `UserError`."""
+        rerank_text = self.tokenizer.encode_array([caption], self.rerank_len)
+        (cosines,) = self.run("score", text=rerank_text, pictures=pictures)
+        if not np.isfinite(cosines).all():
+            raise UserError("the scores of the contrastive model are not finite: its weights are damaged")
+        return cosines
 
     def run(self, graph: str, **inputs: np.ndarray) -> list[np.ndarray]:
         """Run a graph of the bundle. Raises `UserError` if the graph does not fit the bundle's configuration."""

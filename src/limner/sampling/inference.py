@@ -11,6 +11,7 @@ import copy
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from limner.numerics.precision import Auto, Precision
 from limner.quantization.convert import convert
 from limner.quantization.inference_linear import Int8Linear, pack_linears
 from limner.sampling.cuda_graph import build_decoder
+from limner.sampling.rerank import scores
 
 __all__ = ["InferenceConfig", "InferenceModels"]
 
@@ -95,6 +97,11 @@ class InferenceModels:
         parts = tokens.flatten(0, 1).split(max(1, MAX_DECODER_BYTES // picture_bytes))
         pictures = torch.cat([self.dvae.decode_tokens(part, (rows, c.grid[1])) for part in parts])
         return pictures.unflatten(0, tokens.shape[:2])
+
+    def closest(self, text: Tensor, tokens: np.ndarray) -> int:
+        """Return which picture, of tokens [K, S], the contrastive model scores highest for a caption [T]."""
+        pictures = self.decode(torch.from_numpy(tokens).to(self.device)[None], self.dvae.config.grid[0])
+        return int(scores(self.contrastive, text.to(self.device)[None], pictures)[0].argmax())
 
     def max_rows(self) -> int:
         """Return the maximum number of rows of a batch, limited by the memory of keys and values."""

@@ -15,6 +15,7 @@ from limner.evaluation.icon_classifier import IconClassifierConfig, train_classi
 from limner.evaluation.icon_pictures import Icons
 from limner.evaluation.nearest_neighbor import ReferenceSet, ReferenceSettings
 from limner.evaluation.result import save_results
+from limner.retrieval import Examples
 from limner.sampling.engine import Candidates
 from limner.sampling.generation_config import UNSET, Sampler
 from tiny import tiny_pipe
@@ -65,6 +66,7 @@ class Artist:
     def __init__(self, draws, condition_blocks=0):
         self.draws, self.name, self.dvae, self.device = draws, "artist", tiny_pipe().dvae, torch.device("cpu")
         self.prior = SimpleNamespace(config=SimpleNamespace(condition_blocks=condition_blocks))
+        self.examples = None
 
     def candidates(self, captions, count, *, seed, sampler=Sampler(), prompt_tokens=None, progress=None):
         pictures = torch.full((len(captions), count, 3, 24, 24), 255, dtype=torch.uint8)
@@ -116,6 +118,20 @@ def test_a_model_that_follows_a_picture_is_given_the_copy(icons, classifier):
     unset, given = follower.followed.split(36, 1)
     assert (unset == UNSET).all() and torch.equal(given, follower.dvae.tokenize(copies))
     assert "best of 2, following a copy" not in rates(icons, classifier, glyph)[0]
+
+
+def test_a_model_with_training_pictures_also_draws_from_captions_alone(icons, classifier):
+    class Retriever(Artist):
+        def candidates(self, *arguments, **settings):
+            self.draws = glyph if self.examples else lambda *_: glyph("cross", "b")
+            return super().candidates(*arguments, **settings)
+
+    retriever = Retriever(glyph)
+    retriever.examples = Examples(np.zeros((1, 36), np.uint16), ["disk"])
+    result = evaluate(retriever, icons, classifier, "combination", ReferenceSettings(candidates=2))[0]
+    assert result.rows["best of 2"]["both"].value == 1
+    assert result.rows["best of 2, from captions alone"]["both"].value == 0
+    assert retriever.examples
 
 
 def test_icons_that_the_set_lacks_are_reported_alone(icons, classifier):

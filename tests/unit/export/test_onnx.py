@@ -16,14 +16,17 @@ from limner.numerics.precision import Fp32
 from limner.pipeline import TextToImage
 from limner.runtime.pipeline import OnnxPipeline, has_graphs
 from limner.sampling.generation_config import Sampler
-from tiny import WORDS, tiny_pipe
+from tiny import WORDS, examples, tiny_pipe
 
 
 @pytest.fixture(scope="module", params=[pytest.param("fp16, paper's dVAE", marks=pytest.mark.slow), "int8, patches"])
 def exported(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("exported")
     int8 = request.param.startswith("int8")
-    tiny_pipe(1, patches=int8).save_pretrained(folder / "tiny", torch.int8 if int8 else torch.float16)
+    pipe = tiny_pipe(1, patches=int8, condition_blocks=int(int8))
+    if int8:
+        pipe.examples = examples(pipe)
+    pipe.save_pretrained(folder / "tiny", torch.int8 if int8 else torch.float16)
     graphs = []
     export_onnx(folder / "tiny", folder / "onnx", graphs.append)
     assert sum(graphs) == GRAPHS
@@ -39,6 +42,23 @@ def test_tokens_scores_and_pictures_are_those_of_torch(exported, sampler):
         np.testing.assert_array_equal(tokens, expected.tokens[0].numpy())
         np.testing.assert_allclose(scores, expected.scores[0].numpy(), atol=1e-5)
         assert np.abs(pictures.astype(int) - expected.pictures[0].numpy().astype(int)).max() <= 1  # rounding
+
+
+@pytest.mark.parametrize("exported", ["int8, patches"], indirect=True)
+def test_pictures_to_follow_are_those_of_torch(exported):
+    pipe, onnx = TextToImage.from_pretrained(exported, precision=Fp32()), OnnxPipeline(exported)
+    image, drawn = pipe(WORDS[1], candidates=1)[0].image, []
+    for example in (True, False):
+        if not example:
+            pipe.examples = onnx.examples = None
+        followed = None if example else pipe.like(image)
+        expected = pipe.candidates([WORDS[0]], 3, seed=5, prompt_tokens=followed)
+        prompt = None if example else onnx.like(image)
+        _, scores, tokens = onnx.candidates(WORDS[0], 3, 5, onnx.sampler(Sampler()), prompt)
+        np.testing.assert_array_equal(tokens, expected.tokens[0].numpy())
+        np.testing.assert_allclose(scores, expected.scores[0].numpy(), atol=1e-5)
+        drawn.append(tokens)
+    assert not np.array_equal(*drawn)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from PIL import Image
 
 from limner.data.image_encode import image_bytes
 from limner.data.shard_writer import ShardWriter
+from limner.models.transformer import TransformerConfig
 from limner.pipeline import load
 from limner.recipes.recipe import resolve
 from limner.runs.run_data import RunData
@@ -56,6 +57,16 @@ def test_the_prior_trains_and_draws_with_pictures_to_follow(data, tmp_path):
     assert drawn[0].image.size == (24, 24)
 
 
+def test_the_bundle_contains_training_pictures_by_subject(data, tmp_path):
+    pipe = train_all(recipe(examples=9), data, tmp_path / "run")
+    saved = load(tmp_path / "run").examples
+    assert saved.subjects == pipe.examples.subjects
+    assert sorted(set(saved.subjects)) == [f"subject {i}" for i in range(6)]
+    assert len(saved) == 9  # evenly spaced, of 18
+    every_second = [f"subject {i // 3}" for i in np.linspace(0, 17, 9).astype(int)]
+    assert saved.subjects == every_second
+
+
 def test_samples_are_joined_with_training_pictures_of_their_subject(data, tmp_path):
     run_data = RunData.open(recipe(related_share=1.0), data, tmp_path)
     tokenizer = run_data.tokenizer()
@@ -76,7 +87,11 @@ def test_samples_are_joined_with_training_pictures_of_their_subject(data, tmp_pa
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"related_by": ()}, "must name keys"), ({"augment": True}, "must be empty with augment")],
+    [
+        ({"related_by": ()}, "must name keys"),
+        ({"augment": True}, "must be empty with augment"),
+        ({"related_by": (), "model": TransformerConfig(), "examples": 1}, "must be 0 without related_by"),
+    ],
 )
 def test_settings_that_contradict_each_other_raise(changes, message):
     with pytest.raises(InvalidSetting, match=message):

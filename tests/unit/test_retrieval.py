@@ -1,0 +1,140 @@
+"""Captions find training pictures of their subject, pipelines follow one, and a damaged file is one sentence."""
+
+import io
+import lzma
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from limner.errors import UserError
+from limner.numerics.precision import Fp32
+from limner.pipeline import TextToImage
+from limner.priming import follow
+from limner.retrieval import EXAMPLES, Examples
+from limner.runs.prune_codebook import prune
+from limner.sampling.inference import InferenceConfig
+from tiny import WORDS, examples, tiny_pipe
+
+
+def pictures(*subjects):
+    """One picture for each subject, whose tokens are its number."""
+    return Examples(np.repeat(np.arange(len(subjects), dtype=np.uint16)[:, None], 4, 1), subjects)
+
+
+@pytest.mark.parametrize(
+    ("caption", "rows"),
+    [
+        ("an arrow, thin", [0, 3]),
+        ("an Arrow-Left, thin", [1]),  # the longest subject
+        ("left of an arrow", [0, 3]),
+        ("arrows, thin", []),  # another word
+        ("", []),
+        ("cafÉ", [2]),
+    ],
+)
+def test_a_caption_finds_the_pictures_of_its_subject(caption, rows):
+    found = pictures("arrow", "arrow left", "café", "Arrow", "").about(caption)
+    assert found.dtype == np.int64
+    assert found[:, 0].tolist() == rows
+
+
+@given(st.lists(st.sampled_from(["a", "a b", "b c", "c", "d e a"])), st.lists(st.sampled_from("abcde"), max_size=6))
+def test_the_subject_found_is_the_longest_that_the_words_contain(subjects, words):
+    caption = " ".join(words)
+    contained = [subject for subject in subjects if f" {subject} " in f" {caption} "]
+    found = {subjects[row] for row in pictures(*subjects).about(caption)[:, 0]}
+    if not contained:
+        assert not found
+    else:
+        (subject,) = found
+        assert len(subject) == max(map(len, contained))
+
+
+def test_many_pictures_of_a_subject_are_thinned_out_evenly():
+    found = pictures(*["a"] * 1_000).about("a")[:, 0]
+    assert len(found) == 64
+    assert (found[0], found[-1]) == (0, 999)
+
+
+def test_renumbered_pictures_have_the_codes_that_are_kept():
+    kept = Examples(np.array([[3, 5], [5, 9], [4, 3]], np.uint16), ["a", "b", "c"]).renumbered(np.array([3, 5, 9]))
+    assert kept.tokens.tolist() == [[0, 1], [1, 2]]
+    assert kept.subjects == ["a", "b"]
+
+
+def test_a_drawing_follows_the_picture_that_the_contrastive_model_scores_highest():
+    pipe = tiny_pipe(condition_blocks=1)
+    pipe.examples, pipe.inference_config = examples(pipe), InferenceConfig(precision=Fp32())
+    drawn = pipe.candidates([WORDS[0]], 4, seed=1)
+    tokens = torch.from_numpy(pipe.examples.about(WORDS[0]))
+    text = pipe.tokenizer.encode([WORDS[0]], pipe.contrastive.config.text_len)
+    with torch.no_grad():
+        shown = pipe.contrastive.encode_image(pipe.dvae.decode_tokens(tokens))
+        best = (shown @ pipe.contrastive.encode_text(text)[0]).argmax()
+    pipe.examples = None
+    prompt = torch.from_numpy(follow(tokens[best].numpy()))[None]
+    assert torch.equal(drawn.tokens, pipe.candidates([WORDS[0]], 4, seed=1, prompt_tokens=prompt).tokens)
+    assert not torch.equal(drawn.tokens, pipe.candidates([WORDS[0]], 4, seed=1).tokens)
+
+
+def test_other_captions_and_given_pictures_are_drawn_as_without_examples():
+    pipe = tiny_pipe(condition_blocks=1)
+    image = pipe("two crosses", candidates=1)[0].image
+    given = {"two crosses": None, WORDS[0]: pipe.prime(image, 3), WORDS[1]: pipe.like(image)}
+    plain = [pipe.candidates([caption], 2, prompt_tokens=tokens).tokens for caption, tokens in given.items()]
+    pipe.examples = examples(pipe)
+    for (caption, tokens), expected in zip(given.items(), plain, strict=True):
+        assert torch.equal(pipe.candidates([caption], 2, prompt_tokens=tokens).tokens, expected)
+
+
+def test_bundles_keep_examples_also_with_fewer_codes(tmp_path):
+    pipe = tiny_pipe(condition_blocks=1)
+    pipe.examples = examples(pipe)
+    pipe.save_pretrained(tmp_path / "bundle")
+    saved = TextToImage.from_pretrained(tmp_path / "bundle")
+    np.testing.assert_array_equal(saved.examples.tokens, pipe.examples.tokens)
+    assert saved.examples.subjects == pipe.examples.subjects
+    assert "training pictures in the bundle: 6" in (tmp_path / "bundle/README.md").read_text()
+    codes = np.unique(pipe.examples.tokens[:3])
+    pruned = prune(pipe, torch.from_numpy(codes.astype(np.int64)))
+    np.testing.assert_array_equal(codes[pruned.examples.tokens[:3]], pipe.examples.tokens[:3])
+
+
+def arrays(*values):
+    buffer = io.BytesIO()
+    for value in values:
+        np.save(buffer, value)
+    return lzma.compress(buffer.getvalue())
+
+
+TOKENS, TEXT = np.zeros((2, 36), np.uint16), np.frombuffer(b"a\nb", np.uint8)
+HUGE = b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + (
+    b"{'descr': '<u2', 'fortran_order': False, 'shape': (1000000000000, 36)}".ljust(117) + b"\n"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is damaged"),
+        (b"no xz", "is damaged"),
+        (arrays(TOKENS, TEXT)[:-20], "incomplete"),
+        (lzma.compress(bytes(2**28 + 1)), "more than 256 MiB"),
+        (lzma.compress(HUGE), "is damaged"),
+        (arrays(TOKENS), "is damaged"),
+        (arrays(np.array([{}], object), TEXT), "is damaged"),  # a pickle
+        (arrays(TOKENS, np.array([255], np.uint8)), "is damaged"),
+        (arrays(TOKENS[:1], TEXT), "does not fit"),
+        (arrays(TOKENS[:, 1:], TEXT), "does not fit"),
+        (arrays(TOKENS + 32, TEXT), "does not fit"),
+        (arrays(TOKENS.astype(np.int32) - 1, TEXT), "does not fit"),
+        (arrays(TOKENS.astype(np.float32), TEXT), "does not fit"),
+    ],
+)
+def test_a_damaged_file_is_one_sentence(data, message, tmp_path):
+    (tmp_path / EXAMPLES).write_bytes(data)
+    with pytest.raises(UserError, match=message) as raised:
+        Examples.find(tmp_path, 36, 32)
+    assert "\n" not in str(raised.value)
