@@ -39,6 +39,8 @@ APPENDED = {  # to a command that begins so
     "limner evaluate icons": "--captions 2 --candidates 2 --classifier-steps 1",
     "limner evaluate glyphs": "--captions 2 --candidates 2 --classifier-steps 1",
     "limner evaluate grid": "--candidates 2",
+    "limner evaluate all": "--captions 8 --candidates 2",
+    "limner evaluate fidelity": "--captions 30",
     "limner evaluate composition": "--captions 2 --candidates 2",
     "limner evaluate reconstruction scenes": "--count 32",
 }

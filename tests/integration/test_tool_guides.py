@@ -20,11 +20,12 @@ pytestmark = pytest.mark.slow
 GUIDES = ("detect", "profile", "finetune")
 STEPS = [(guide, kind, text) for guide in GUIDES for kind, text in steps(f"docs/guides/{guide}.md")]
 _STAGES = " ".join(f"--{stage}.training.steps 14 --{stage}.training.batch-size 4" for stage in ("prior", "contrastive"))
+_DVAE = "--dvae.model.vocab 64 --dvae.training.steps 14 --dvae.training.batch-size 4"
 APPENDED = {  # to a command that begins so
     "limner detector": "--training.steps 2 --training.batch-size 2",
     "limner evaluate detector": "--count 8 --captions 2",
-    "limner train": f"--dvae.training.steps 14 --dvae.training.batch-size 4 {_STAGES}",
-    "torchrun": "--dvae.training.steps 14 --dvae.training.batch-size 4",
+    "limner train": f"{_DVAE} {_STAGES}",
+    "torchrun": _DVAE,
     "limner finetune": "--steps 10 --score-every 5",
     "limner draw": "--candidates 2",
 }

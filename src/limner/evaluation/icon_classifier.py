@@ -3,7 +3,7 @@
 A small residual network (He et al. 2016) with two heads, trained on all real pictures of a data set, held-out ones
 included. It is a measuring instrument: its accuracy on the real pictures is an upper bound of the accuracy that an
 evaluation can report, not a measure of generalization. A dVAE changes single pixels of every drawing, so training
-pictures are augmented: shifted, rotated, scaled, blurred, recolored, with noise.
+pictures are augmented with noise; color pictures are also shifted, rotated, scaled, blurred and recolored.
 
 A classifier is a run of the training loop in a folder named by a hash of its pictures, labels and settings. The same
 call trains it, resumes its training, or loads it.
@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -51,12 +52,14 @@ class IconClassifierConfig(Validated):
         width: channels at half the resolution; each further halving doubles them.
         steps: training steps.
         batch_size, lr: of AdamW with a cosine schedule.
+        varied: move, scale, blur and recolor training pictures. Not for styles that differ in just these.
     """
 
     width: Annotated[int, Range(_GROUPS, 1_024)] = 24
     steps: Annotated[int, Range(1, 10**7)] = 6_000
     batch_size: Annotated[int, Range(1, 4_096)] = 64
     lr: Annotated[float, Range(gt=0)] = 2e-3
+    varied: bool = True
 
 
 class IconNet(nn.Module):
@@ -93,13 +96,13 @@ class _Stage(nn.Module):
         return x + self.convolutions[1](F.relu(self.norms[1](x)))
 
 
-def augment(pixels: Tensor, generator: torch.Generator) -> Tensor:
+def augment(pixels: Tensor, generator: torch.Generator, varied: bool = True) -> Tensor:
     """Augment uint8 [B, 3, H, W] -> [B, 3, H, W] in 0 .. 1, independently for each picture.
 
-    Rotation by up to 11 degrees, sampling scale 0.8 to 1.1, shift by up to a twelfth of the side, blur of half the
-    pictures to at most half the resolution, contrast 0.85 to 1.15 and brightness by up to 0.05 per color channel, noise
-    on pixels and on 4 x 4 squares, which resembles dVAE errors. No flips: a hand that points left and one that points
-    right are two subjects.
+    Noise on pixels and on 4 x 4 squares, which resembles dVAE errors. If `varied`, before it: rotation by up to 11
+    degrees, sampling scale 0.8 to 1.1, shift by up to a twelfth of the side, blur of half the pictures to at most half
+    the resolution, contrast 0.85 to 1.15 and brightness by up to 0.05 per color channel. No flips: a hand that points
+    left and one that points right are two subjects.
     """
     b, _, h, w = pixels.shape
 
@@ -110,6 +113,8 @@ def augment(pixels: Tensor, generator: torch.Generator) -> Tensor:
         values = torch.randn(b, 3, height, width, generator=generator, device=pixels.device)
         return F.interpolate(values * uniform(0, 0.05, 1, 1, 1), (h, w))
 
+    if not varied:
+        return (pixels.float() / 255 + noise(h, w) + noise(h // 4, w // 4)).clamp(0, 1)
     angle, size, x, y = uniform(-0.2, 0.2), uniform(0.8, 1.1), uniform(-1 / 6, 1 / 6), uniform(-1 / 6, 1 / 6)
     cos, sin = angle.cos() / size, angle.sin() / size
     theta = torch.stack([torch.stack([cos, -sin, x], 1), torch.stack([sin, cos, y], 1)], 1)  # output -> input
@@ -122,11 +127,11 @@ def augment(pixels: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _subject_and_style(
-    model: IconNet, batch: Batch, step: int, generator: torch.Generator
+    varied: bool, model: IconNet, batch: Batch, step: int, generator: torch.Generator
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Objective on augmented pictures: cross-entropy of the subject plus cross-entropy of the style."""
     loss, accuracy = torch.zeros(()), {}
-    for name, logits in zip(("subject", "style"), model(augment(batch["pixels"], generator)), strict=True):
+    for name, logits in zip(("subject", "style"), model(augment(batch["pixels"], generator, varied)), strict=True):
         loss = loss + F.cross_entropy(logits.float(), batch[name])
         accuracy[name] = (logits.argmax(1) == batch[name]).float().mean()
     return loss, accuracy
@@ -192,6 +197,6 @@ def train_classifier(
             warmup_steps=config.steps // 20, schedule=Cosine(), keep=1,
         )  # fmt: skip
         record = {"classifier": {**to_dict(config), "pictures": len(data)}}
-        run = TrainState(net, _subject_and_style, training)
+        run = TrainState(net, partial(_subject_and_style, config.varied), training)
         train(run, Stream(data, config.batch_size), out, record=record, bar=bar)
     return IconClassifier(net, data.subjects, data.styles)

@@ -79,3 +79,6 @@ def test_augmentation_is_independent_per_picture_and_bounded():
     assert torch.equal(varied, augment(pixels, torch.Generator().manual_seed(0)))
     errors = (varied - pixels / 255).abs().mean((1, 2, 3))
     assert float(errors.min()) > 0.01 and float(errors.max()) < 0.35
+    noisy = augment(pixels, torch.Generator().manual_seed(0), varied=False)
+    assert float((noisy - pixels / 255).abs().mean()) < 0.05  # strokes stay where they are
+    assert len({tuple(image.flatten().tolist()) for image in noisy}) == 16

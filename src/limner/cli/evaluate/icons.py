@@ -77,7 +77,7 @@ def glyphs(options: ScoreGlyphs) -> Evaluated:
     from limner.evaluation.icon_pictures import SPLITS
 
     mosaics = _mosaics(options.mosaic, SPLITS)
-    pipe, data, classifier = _open_icons(options, evaluation.style_data)
+    pipe, data, classifier = _open_icons(options, evaluation.style_data, varied=False)
     accuracy = evaluation.style_accuracy(classifier, data)
     print(f"classifier accuracy on held-out icons: style {accuracy:.1%} of {len(classifier.styles)}")
 
@@ -95,7 +95,7 @@ def _mosaics(path: Path | None, splits: Iterable[str]) -> dict[str, Path]:
 
 
 def _open_icons(
-    options: ScoreIcons, labeled: Callable[[Icons], LabeledIcons]
+    options: ScoreIcons, labeled: Callable[[Icons], LabeledIcons], varied: bool = True
 ) -> tuple[TextToImage, Icons, IconClassifier]:
     """Return the model, the pictures, and a classifier, loaded or trained on those that `labeled` selects."""
     from limner.data.open_source import open_source
@@ -106,7 +106,7 @@ def _open_icons(
     source, pipe, path = open_source(options.data), load(options.model), Path(options.data).resolve()
     folder = options.classifier or check_writable(path.parent / f"{path.name}-classifier", "folder")
     data = Icons.from_source(source, pipe.dvae.config.size)
-    chosen, config = labeled(data), IconClassifierConfig(steps=options.classifier_steps)
+    chosen, config = labeled(data), IconClassifierConfig(steps=options.classifier_steps, varied=varied)
     with progress("training the classifier", config.steps) as bar:
         return pipe, data, train_classifier(chosen, folder, config, bar)
 
