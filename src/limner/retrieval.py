@@ -49,15 +49,23 @@ class Examples:
         return len(self.tokens)
 
     def about(self, caption: str) -> np.ndarray:
-        """Return the tokens of at most 64 pictures of the subject that the caption names, int64 [K, S]; of the longest
-        one if it names several, and none if it names none."""
-        words = _words(caption)
+        """Return the tokens of at most 64 pictures of the subject that the caption names, int64 [K, S].
+
+        The subject is the one with the most words, before the first comma if possible, since words of a style can be
+        subjects, too ("sun, bold"). Several with equally many words are all meant.
+        """
+        rows = self._named(caption.partition(",")[0]) or self._named(caption)
+        evenly = np.linspace(0, len(rows) - 1, min(len(rows), _MAX_OF_SUBJECT)).astype(int)
+        return self.tokens[np.array(rows, int)[evenly]].astype(np.int64)
+
+    def _named(self, text: str) -> list[int]:
+        """Return the rows of the longest subjects that a text contains."""
+        words = _words(text)
         for length in range(min(self._longest, len(words)), 0, -1):
-            for begin in range(len(words) - length + 1):
-                if rows := self._rows.get(" ".join(words[begin : begin + length])):
-                    evenly = np.linspace(0, len(rows) - 1, min(len(rows), _MAX_OF_SUBJECT)).astype(int)
-                    return self.tokens[np.array(rows)[evenly]].astype(np.int64)
-        return np.empty((0, self.tokens.shape[1]), np.int64)
+            parts = dict.fromkeys(" ".join(words[i : i + length]) for i in range(len(words) - length + 1))
+            if rows := [row for part in parts for row in self._rows.get(part, ())]:
+                return rows
+        return []
 
     def renumbered(self, codes: np.ndarray) -> Examples:
         """Return the pictures whose tokens are all among `codes`, with token `codes[k]` as k; `codes` are sorted."""
