@@ -111,7 +111,7 @@ class Service:
             data, size = self._encode(body, drawing, self.sign)
             facts = {"seed": drawing.seed, "candidate": drawing.candidate, "score": drawing.score}
             pictures.append(Picture(b64_json=data, svg=_traced(drawing) if body.trace else None, **facts))
-        text = int((request.text != PAD).sum())
+        text = int((request.text[: self.pipe.prior.config.text_len] != PAD).sum())  # without a picture to follow
         given = 0 if request.prompt_tokens is None else int((request.prompt_tokens >= 0).sum())
         sampled = job.tokens.numel() - given * len(job.tokens)
         usage = Usage(

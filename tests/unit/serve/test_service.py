@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 from limner.sampling.engine import Job
 from limner.serve.protocol import Generate
 from limner.serve.service import Service
-from tiny import tiny_pipe
+from tiny import examples, tiny_pipe
 
 
 @pytest.fixture
@@ -27,6 +27,17 @@ def finished(service: Service, body: Generate, picture: Image.Image) -> Job:
     job.pictures[:] = torch.from_numpy(pixels.copy()).permute(2, 0, 1)
     job.tokens[:], job.scores[:] = 0, 0
     return job
+
+
+def test_a_training_picture_that_is_followed_is_not_counted_as_text(service):
+    service.pipe = tiny_pipe(condition_blocks=1)
+    body, counts = Generate(prompt="a red circle", candidates=1), []
+    for followed in (None, examples(service.pipe)):
+        service.pipe.examples = followed
+        job = finished(service, body, Image.new("RGB", (24, 24)))
+        counts.append((len(job.request.text), service._images(body, job).usage.input_tokens))
+    text_tokens = int((service.pipe.tokenizer.encode(["a red circle"], 30) >= 0).sum())
+    assert counts == [(66, text_tokens)] * 2
 
 
 def test_gray_pictures_are_traced_if_asked_for(service):
