@@ -219,10 +219,8 @@ class TextToImage:
             )  # fmt: skip
             jobs.append(self.engine.submit(request))
         self.engine.run(jobs, progress)
-        names = "pictures", "scores", "tokens"
-        return Candidates(
-            **{name: torch.stack([getattr(job, name) for job in jobs]) for name in names}, sampler=sampler
-        )
+        parts = {x: torch.stack([getattr(job, x) for job in jobs]) for x in ("pictures", "scores", "tokens")}
+        return Candidates(**parts, sampler=sampler)
 
     def request(self, caption: str, count: int, *, sampler: Sampler, **settings: Any) -> Request:
         """Return a request of `count` candidates for the engine; `settings` are those of `Request`.

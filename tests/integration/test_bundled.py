@@ -16,6 +16,7 @@ from limner.tasks.scenes import BACKGROUNDS, COLORS, EXTENT, FILLS, SHAPES, UNIT
 CAPTIONS = {
     "scenes": ["a large red circle on a white background", "a small blue square on a black background"],
     "icons": ["a tiger, flat", "a hamburger, line drawing", "a grinning face, 3d", "a red heart, simple"],
+    "glyphs": ["rocket, phosphor thin", "heart, solar bold", "house, tabler outline", "key, material symbols rounded"],
 }
 
 

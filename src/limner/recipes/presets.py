@@ -89,19 +89,19 @@ def icons() -> Recipe:
 
 
 def glyphs() -> Recipe:
-    """Monochrome icons by subject and style, also in combinations that training lacks. Two hours on two cores with AMX.
+    """Monochrome icons by subject and style, as for the bundled model `glyphs`. Two hours on two cores with AMX.
 
         npm pack @iconify/json
         limner data glyphs data/glyphs iconify-json-[0-9]*.tgz --styles 10
         limner train data/glyphs --recipe glyphs --out runs/glyphs
         limner evaluate glyphs runs/glyphs data/glyphs
 
-    Unlike `icons`, the data set shows most subjects in many styles, so the prior can learn both apart. It also learns
+    Unlike `icons`, the data set shows most subjects in many styles, and held-out combinations of them. The prior learns
     to follow another icon of the subject: one of the training icons that the bundle contains, or a given one, as in
     `limner edit --like ICON.svg "the same, filled" --model runs/glyphs`.
     """
     dvae = _patch_dvae(vocab=1_024, steps=3_000)
-    prior = _small_prior(width=192, steps=12_000, batch=32, ema=0.999)
+    prior = _small_prior(width=192, steps=10_000, batch=32, ema=0.999)
     prior = replace(
         prior, model=replace(prior.model, heads=3, condition_blocks=2), related_by=("subject", "set"), examples=100_000
     )
