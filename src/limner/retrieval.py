@@ -39,7 +39,8 @@ class Examples:
     """
 
     def __init__(self, tokens: np.ndarray, subjects: Sequence[str]) -> None:
-        self.tokens, self.subjects = tokens, [" ".join(_words(subject)) for subject in subjects]
+        names = {subject: " ".join(_words(subject)) for subject in set(subjects)}
+        self.tokens, self.subjects = tokens, [names[subject] for subject in subjects]
         rows = defaultdict[str, list[int]](list)
         for row, subject in enumerate(self.subjects):
             rows[subject].append(row)

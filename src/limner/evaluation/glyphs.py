@@ -20,6 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 import torch
@@ -113,14 +114,14 @@ def evaluate(
     rows, drawings = draw_and_compare(pipe, references, targets, verdict, settings, progress)
     sheet = sheet_rows(references, targets, drawings, rows[f"best of {settings.candidates}"]["subject"])
     copies = icons.nearest_style_copies(targets) if split == "combination" else []
+    prompts = dict[str, Tensor]()
     if copies and pipe.prior.config.condition_blocks:
-        followed, _ = draw_and_compare(pipe, references, targets, verdict, settings, None, _follow(pipe, icons, copies))
-        rows |= {f"{name}, following a copy": verdicts for name, verdicts in followed.items()}
+        prompts["following a copy"] = _follow(pipe, icons, copies)
     if copies and pipe.examples:
-        examples, pipe.examples = pipe.examples, None
-        alone, _ = draw_and_compare(pipe, references, targets, verdict, settings, None)
-        rows |= {f"{name}, from captions alone": verdicts for name, verdicts in alone.items()}
-        pipe.examples = examples
+        prompts["from captions alone"] = torch.full((len(targets), prod(pipe.dvae.config.grid)), UNSET)
+    for way, tokens in prompts.items():
+        drawn, _ = draw_and_compare(pipe, references, targets, verdict, settings, None, tokens)
+        rows |= {f"{name}, {way}": verdicts for name, verdicts in drawn.items()}
     rows |= baselines(pipe, icons, targets, copies, verdict)
 
     def result(name: str, cases: Sequence[int], sheet: Sequence[SheetRow] = ()) -> EvalResult:

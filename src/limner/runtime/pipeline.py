@@ -70,12 +70,11 @@ class OnnxPipeline:
             self.size, self.grid = _whole(dvae["size"]), (_whole(prior["grid"][0]), _whole(prior["grid"][1]))
             self.text_len, self.rerank_len = _whole(prior["text_len"]), _whole(contrastive["text_len"])
             self.max_window, self.can_follow = _whole(graphs["window"]), prior.get("condition_blocks", 0) > 0
-            self.vocab = prior["image_vocab"]
+            self.examples = Examples.find(self.folder, self.grid[0] * self.grid[1], prior["image_vocab"])
             self.defaults = ModelDefaults.from_info(self.info)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise UserError(f"{self.folder}: config.json or {FILE} is invalid: {error!r}") from None
         self.tokenizer = Tokenizer.load(self.folder / "tokenizer.json")
-        self.examples = Examples.find(self.folder, self.grid[0] * self.grid[1], self.vocab)
         self._sessions: dict[str, Any] = {}
 
     @property
@@ -129,9 +128,9 @@ class OnnxPipeline:
         length = self.grid[0] * self.grid[1]
         if prompt_tokens is None:
             prompt_tokens = follow_example(self.examples, caption, partial(self._closest, caption))
-        text, given = self.tokenizer.encode_array([caption], self.text_len)[0], np.full(length, UNSET)
+        text = self.tokenizer.encode_array([caption], self.text_len)[0]
         text, kept = add_given(text, prompt_tokens, length, self.can_follow)
-        given = given if kept is None else kept
+        given = np.full(length, UNSET) if kept is None else kept
         prior = _OnnxPrior(self, text[None])
         empty = _OnnxPrior(self, np.full_like(text[None], PAD)) if sampler.guided else None
         tokens, scores = np.empty((count, length), np.int64), np.empty(count)

@@ -145,6 +145,13 @@ def test_the_command_compares_drawings(tmp_path, capsys):
     assert has_graphs(source)
 
 
+@pytest.mark.parametrize("exported", ["int8, patches"], indirect=True)
+def test_a_vocabulary_that_is_no_number_is_one_sentence(exported, tmp_path):
+    copy = damaged(exported, tmp_path / "copy", setting("config.json", "prior", "image_vocab", value="many"))
+    with pytest.raises(UserError, match="config.json or onnx.json is invalid"):
+        OnnxPipeline(copy)
+
+
 def damaged(folder, copy, change):
     copy.mkdir()
     for file in folder.iterdir():
