@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MARKER = re.compile(r"<!-- (bench/results/[\w-]+\.json) -->\n\n(?:\|.*\n)*")
+MARKER = re.compile(r"<!-- (bench/results/[\w-]+\.json) -->\n\n(?:\|.*\n)*\n*")
 
 
 def page(text: str) -> str:
-    """The page with every marked table written from its file."""
-    return MARKER.sub(lambda match: f"<!-- {match[1]} -->\n\n{table(read(match[1]))}", text)
+    """The page with every marked table written from its file, and an empty line after it."""
+    return MARKER.sub(lambda match: f"<!-- {match[1]} -->\n\n{table(read(match[1]))}\n", text).rstrip("\n") + "\n"
 
 
 def read(name: str) -> dict[str, Any]:
