@@ -121,7 +121,6 @@ HUGE = b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + (
         (b"", "is damaged"),
         (b"no xz", "is damaged"),
         (arrays(TOKENS, TEXT)[:-20], "incomplete"),
-        (lzma.compress(bytes(2**28 + 1)), "more than 256 MiB"),
         (lzma.compress(HUGE), "is damaged"),
         (arrays(TOKENS), "is damaged"),
         (arrays(np.array([{}], object), TEXT), "is damaged"),  # a pickle
@@ -138,3 +137,9 @@ def test_a_damaged_file_is_one_sentence(data, message, tmp_path):
     with pytest.raises(UserError, match=message) as raised:
         Examples.find(tmp_path, 36, 32)
     assert "\n" not in str(raised.value)
+
+
+def test_a_file_of_more_than_256_mib_is_not_read(tmp_path):
+    (tmp_path / EXAMPLES).write_bytes(lzma.compress(bytes(2**28 + 1), preset=0))
+    with pytest.raises(UserError, match="more than 256 MiB"):
+        Examples.find(tmp_path, 36, 32)

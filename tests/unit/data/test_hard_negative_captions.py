@@ -1,28 +1,32 @@
 """Distractors differ in one word, or in two swapped words or phrases; each word occurs in its context elsewhere."""
 
 import numpy as np
+import pytest
 from hypothesis import given, strategies as st
 
 from limner.data.hard_negative_captions import Distractors
 from limner.tasks import captions, scenes
 from sample_scenes import random_captions
 
-SCENES = Distractors(random_captions(6_000))
+
+@pytest.fixture(scope="module")
+def distractors() -> Distractors:
+    return Distractors(random_captions(6_000))
 
 
 @given(st.integers(0, 10_000))
-def test_one_word_differs_or_the_same_words_stand_elsewhere(seed: int) -> None:
+def test_one_word_differs_or_the_same_words_stand_elsewhere(distractors: Distractors, seed: int) -> None:
     (caption,) = random_captions(1, seed)
-    distractor = SCENES.make_negative(caption, np.random.default_rng(seed))
+    distractor = distractors.make_negative(caption, np.random.default_rng(seed))
     assert distractor is not None
     old, new = caption.replace(",", " ,").split(), distractor.replace(",", " ,").split()
     assert old != new
     assert sorted(old) == sorted(new) or sum(a != b for a, b in zip(old, new, strict=True)) == 1
 
 
-def test_words_are_exchanged_words_swapped_and_phrases_turned_round_equally_often() -> None:
+def test_words_are_exchanged_words_swapped_and_phrases_turned_round_equally_often(distractors: Distractors) -> None:
     caption, rng = "a large red circle above a small blue square", np.random.default_rng(0)
-    found = [SCENES.make_negative(caption, rng) for _ in range(600)]
+    found = [distractors.make_negative(caption, rng) for _ in range(600)]
     swapped = [wrong for wrong in found if wrong and sorted(wrong.split()) == sorted(caption.split())]
     turned = "a small blue square above a large red circle"
     assert set(swapped) - {turned} == {
@@ -35,10 +39,10 @@ def test_words_are_exchanged_words_swapped_and_phrases_turned_round_equally_ofte
 
 
 @given(st.integers(0, 10_000))
-def test_captions_with_swapped_phrases_are_false(seed: int) -> None:
+def test_captions_with_swapped_phrases_are_false(distractors: Distractors, seed: int) -> None:
     rng = np.random.default_rng(seed)
     scene = scenes.sample_scene(rng, count=2)
-    if turned := next(SCENES.swap_phrases(captions.describe(scene, rng), rng), None):
+    if turned := next(distractors.swap_phrases(captions.describe(scene, rng), rng), None):
         claims = captions.parse(turned)
         assert claims is not None and not claims.matches(scene)
 

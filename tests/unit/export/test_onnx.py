@@ -138,7 +138,7 @@ def test_engine_chooses_the_library(exported, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_compares_drawings(tmp_path, capsys):
-    source = tiny_pipe(2).save_pretrained(tmp_path / "tiny")
+    source = tiny_pipe(2, patches=True).save_pretrained(tmp_path / "tiny")
     assert main(["export", str(source), "-o", str(source)]) == 0
     out = capsys.readouterr().out
     assert "4 of 4 drawings equal those of torch in fp32, and 100.0% of tokens" in out

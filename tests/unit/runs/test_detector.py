@@ -69,7 +69,7 @@ def test_scenes_train_and_the_loss_falls(tmp_path, layout):
 @pytest.mark.slow
 def test_a_detector_of_scenes_finds_the_objects(tmp_path):
     run = tmp_path / "run"
-    assert main(["detector", "scenes", "--out", str(run), "--training.steps", "300"]) == 0
+    assert main(["detector", "scenes", "--out", str(run), "--training.steps", "240"]) == 0
     result = evaluate(load_detector(run), scene_pictures(48, 200, 1_000, "held-out"), "scenes")
     assert result.rows["ssdlite48"]["mAP@50"].value > 0.97
 

@@ -1,13 +1,17 @@
 """Distractors of pictures with known contents are false and name no held-out combination."""
 
 import numpy as np
+import pytest
 
 from limner.data.hard_negative_captions import Distractors
 from limner.tasks import captions, rendering, scenes, verify
 from limner.tasks.verify import falsity_test
 from sample_scenes import random_captions
 
-SCENES = Distractors(random_captions(6_000))
+
+@pytest.fixture(scope="module")
+def distractors() -> Distractors:
+    return Distractors(random_captions(6_000))
 
 
 def names_held_out(claims: captions.ParsedCaption, background: str | None) -> bool:
@@ -15,11 +19,11 @@ def names_held_out(claims: captions.ParsedCaption, background: str | None) -> bo
     return background is not None and any(scenes.held_out(named, background) for named in attributes)
 
 
-def test_distractors_of_scenes_are_false_and_name_nothing_held_out() -> None:
+def test_distractors_of_scenes_are_false_and_name_nothing_held_out(distractors: Distractors) -> None:
     rng = np.random.default_rng(0)
     for _ in range(800):
         scene = scenes.sample_scene(rng)
-        wrong = SCENES.make_negative(captions.describe(scene, rng), rng, falsity_test({"scene": scene.to_dict()}))
+        wrong = distractors.make_negative(captions.describe(scene, rng), rng, falsity_test({"scene": scene.to_dict()}))
         claims = captions.parse(wrong or "")
         assert claims is not None and not claims.matches(scene)
         assert not names_held_out(claims, claims.background)
