@@ -132,7 +132,8 @@ class ScheduleRunner:
 
     def _build(self, batch: Batch) -> ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B:
         state = self._example_state(batch)
-        stages: list[Any] = [self._make_stage(piece, state) for piece in self._own_pieces()]
+        pieces = range(self._stage, len(self._pieces), self.layout.stages)
+        stages: list[Any] = [self._make_stage(piece, state) for piece in pieces]
         settings: dict[str, Any] = {
             "n_microbatches": self.microbatches, "loss_fn": lambda loss, _: loss / self.microbatches,
             "scale_grads": False,
@@ -140,9 +141,6 @@ class ScheduleRunner:
         if len(self._pieces) > self.layout.stages:
             return ScheduleInterleaved1F1B(stages, **settings)
         return ORDERS[self._order](stages[0], **settings)
-
-    def _own_pieces(self) -> list[int]:
-        return list(range(self._stage, len(self._pieces), self.layout.stages))
 
     def _make_stage(self, piece: int, state: Tensor) -> PipelineStage:
         first, last = piece == 0, piece == len(self._pieces) - 1

@@ -23,14 +23,10 @@ def analyze(traces: Sequence[Trace]) -> dict[str, Any]:
         "ranks": mean_by_rank(steps),
         "steps": steps,
         "collectives": collective_table(ranks),
-        "gpus": _by_rank(traces, [gpu_summary(trace) for trace in traces]),
+        "gpus": [{"rank": trace.rank, **row} for trace in traces if (row := gpu_summary(trace))],
         "operator_time": [mean_operator(trace) for trace in traces],
         "memory": [{"rank": trace.rank, **row} for trace in traces for row in memory_by_device(trace)],
         "operators": [{"rank": trace.rank, **row} for trace in traces for row in operator_table(trace)],
         "kernels": [{"rank": trace.rank, **row} for trace in traces for row in kernel_table(trace)],
     }
     return {"recommendations": recommend(tables), **tables, "timelines": timelines(ranks)}
-
-
-def _by_rank(traces: Sequence[Trace], rows: Sequence[dict[str, float] | None]) -> list[dict[str, float]]:
-    return [{"rank": trace.rank, **row} for trace, row in zip(traces, rows, strict=True) if row]
