@@ -54,7 +54,7 @@ def tiny_pipe(seed: int = 0, sharp: float = 20.0, patches: bool = False, conditi
 def examples(pipe: TextToImage) -> Examples:
     """Pictures of "red circle" and "green crosses", with random tokens."""
     tokens = np.random.default_rng(0).integers(0, pipe.prior.config.image_vocab, (6, 36), np.uint16)
-    return Examples(tokens, ["red circle", "green crosses"] * 3)
+    return Examples(tokens, ["red circle", "green crosses"] * 3, [""] * 6)
 
 
 STEPS = 40

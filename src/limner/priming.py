@@ -51,24 +51,25 @@ def follow(tokens: np.ndarray) -> np.ndarray:
 
 
 def follow_example(examples: Examples | None, caption: str, closest: Callable[[np.ndarray], int]) -> np.ndarray | None:
-    """Return prompt tokens [2 S] to follow an example of the caption's subject; None without one. `closest` returns
-    the row of the best one, given the tokens [K, S] of all."""
+    """Return prompt tokens [2 S] to follow an example of the caption's subject; None without one. If there are K > 1,
+    `closest` returns the row of the best one, given the tokens [K, S] of all."""
     if examples is None or not len(tokens := examples.about(caption)):
         return None
-    return follow(tokens[closest(tokens)])
+    return follow(tokens[closest(tokens) if len(tokens) > 1 else 0])
 
 
 def add_given(
     text: np.ndarray, prompt_tokens: np.ndarray | None, positions: int, can_follow: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Move a picture to follow from the prompt tokens, [S] or [2 S], to the caption's: [T] -> [T + S], with PAD if none
-    is given. The caption stays [T] unless the prior `can_follow` a picture.
+    is given. Prompt tokens that are all `UNSET` become None. The caption stays [T] unless the prior `can_follow`
+    a picture.
 
     Raises `UserError` if a picture to follow is given in vain.
     """
-    given = text[:0] if prompt_tokens is None else prompt_tokens[positions:]
+    kept, given = (text[:0],) * 2 if prompt_tokens is None else (prompt_tokens[:positions], prompt_tokens[positions:])
     if can_follow:
         text = np.concatenate([text, given if len(given) else np.full(positions, PAD)])
     elif len(given):
         raise UserError("this model takes captions alone: use one that was trained with pictures to follow")
-    return text, None if prompt_tokens is None else prompt_tokens[:positions]
+    return text, None if (kept == UNSET).all() else kept

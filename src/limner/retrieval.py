@@ -2,8 +2,8 @@
 
 A prior that can follow a picture (`models/condition.py`) draws a subject in a style that training lacks better after a
 picture of this subject than from the caption alone. So a bundle may contain training pictures, as tokens, with their
-subjects. The pipelines choose one for a caption, as in retrieval-augmented diffusion models (Blattmann et al. 2022).
-The module does not import torch.
+subjects and styles. The pipelines choose one for a caption, as in retrieval-augmented diffusion models (Blattmann et
+al. 2022). The module does not import torch.
 
 Shapes: M pictures, S image positions, K pictures of a subject.
 """
@@ -14,7 +14,7 @@ import io
 import lzma
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,58 +27,61 @@ __all__ = ["EXAMPLES", "Examples"]
 EXAMPLES = "examples.npy.xz"  # in a bundle
 
 _MAX_BYTES = 1 << 28  # decompressed
-_MAX_OF_SUBJECT = 64  # pictures that a pipeline compares
+_MOST = 64  # pictures of a subject that a pipeline compares, and subjects that styles are compared by
 
 
 class Examples:
-    """Training pictures by subject.
+    """Training pictures by subject and style.
 
     Args:
         tokens: integers [M, S].
-        subjects: of the pictures, [M].
+        subjects, styles: of the pictures, [M]. An empty style is none.
     """
 
-    def __init__(self, tokens: np.ndarray, subjects: Sequence[str]) -> None:
-        names = {subject: " ".join(_words(subject)) for subject in set(subjects)}
-        self.tokens, self.subjects = tokens, [names[subject] for subject in subjects]
-        rows = defaultdict[str, list[int]](list)
-        for row, subject in enumerate(self.subjects):
-            rows[subject].append(row)
-        self._rows, self._longest = rows, max((subject.count(" ") + 1 for subject in rows), default=0)
+    def __init__(self, tokens: np.ndarray, subjects: Sequence[str], styles: Sequence[str]) -> None:
+        self.tokens, self._subjects, self._styles = tokens, _Phrases(subjects), _Phrases(styles)
+        self.subjects, self.styles = self._subjects.phrases, self._styles.phrases
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def about(self, caption: str) -> np.ndarray:
-        """Return the tokens of at most 64 pictures of the subject that the caption names, int64 [K, S].
+        """Return the tokens of the pictures that a caption asks for, at most 64, int64 [K, S].
 
-        The subject is the one with the most words, before the first comma if possible, since words of a style can be
-        subjects, too ("sun, bold"). Several with equally many words are all meant.
+        They have the subject that the caption names: the one with the most words, before the first comma if possible,
+        since words of a style can be subjects, too ("sun, bold"). Several with equally many words are all meant. If the
+        caption names a style as well, only those of the most similar style remain.
         """
-        rows = self._named(caption.partition(",")[0]) or self._named(caption)
-        evenly = np.linspace(0, len(rows) - 1, min(len(rows), _MAX_OF_SUBJECT)).astype(int)
+        subject, _, style = caption.partition(",")
+        rows = self._subjects.find(subject) or self._subjects.find(caption)
+        if asked := self._styles.find(style) or self._styles.find(caption):
+            of_subject = {self.subjects[row]: row for row in asked}
+            distances = {style: self._distance(of_subject, style) for style in {self.styles[row] for row in rows}}
+            rows = [row for row in rows if distances[self.styles[row]] == min(distances.values())]
+        evenly = np.linspace(0, len(rows) - 1, min(len(rows), _MOST)).astype(int)
         return self.tokens[np.array(rows, int)[evenly]].astype(np.int64)
 
-    def _named(self, text: str) -> list[int]:
-        """Return the rows of the longest subjects that a text contains."""
-        words = _words(text)
-        for length in range(min(self._longest, len(words)), 0, -1):
-            parts = dict.fromkeys(" ".join(words[i : i + length]) for i in range(len(words) - length + 1))
-            if rows := [row for part in parts for row in self._rows.get(part, ())]:
-                return rows
-        return []
+    def _distance(self, rows: Mapping[str, int], style: str) -> float:
+        """Return the share of tokens in which pictures, one for each subject, differ from those of a style, over at
+        most `_MOST` subjects that both have; 1 without one."""
+        others = {self.subjects[row]: row for row in self._styles.rows[style]}
+        shared = sorted(rows.keys() & others.keys())[:_MOST]
+        ours, theirs = (self.tokens[[own[subject] for subject in shared]] for own in (rows, others))
+        return float((ours != theirs).mean()) if shared else 1.0
 
     def renumbered(self, codes: np.ndarray) -> Examples:
         """Return the pictures whose tokens are all among `codes`, with token `codes[k]` as k; `codes` are sorted."""
         rows = np.flatnonzero(np.isin(self.tokens, codes).all(1))
         tokens = np.searchsorted(codes, self.tokens[rows]).astype(self.tokens.dtype)
-        return Examples(tokens, [self.subjects[row] for row in rows])
+        return Examples(tokens, *([of[row] for row in rows] for of in (self.subjects, self.styles)))
 
     def save(self, bundle: Path) -> None:
-        """Write two arrays, in numpy's format in xz: tokens, and subjects as lines of text. The file is atomic."""
+        """Write three arrays, in numpy's format in xz: tokens, and subjects and styles as lines of text. The file is
+        atomic."""
         buffer = io.BytesIO()
         np.save(buffer, self.tokens)
-        np.save(buffer, np.frombuffer("\n".join(self.subjects).encode(), np.uint8))
+        for phrases in (self.subjects, self.styles):
+            np.save(buffer, np.frombuffer("\n".join(phrases).encode(), np.uint8))
         atomic_write_bytes(bundle / EXAMPLES, lzma.compress(buffer.getvalue()))
 
     @classmethod
@@ -95,14 +98,33 @@ class Examples:
                 buffer = io.BytesIO(decompressor.decompress(file.read(_MAX_BYTES), _MAX_BYTES))
             if not decompressor.eof:
                 raise ValueError(f"more than {_MAX_BYTES >> 20} MiB, or incomplete")
-            tokens, text = (np.load(buffer, allow_pickle=False) for _ in range(2))
-            subjects = text.tobytes().decode().split("\n")
+            tokens, *texts = (np.load(buffer, allow_pickle=False) for _ in range(3))
+            subjects, styles = (text.tobytes().decode().split("\n") for text in texts)
         except (OSError, EOFError, lzma.LZMAError, ValueError, MemoryError) as error:
             raise UserError(f"{path} is damaged: {error}") from None
-        fits = tokens.dtype.kind in "iu" and tokens.shape == (len(subjects), positions)
+        fits = tokens.dtype.kind in "iu" and tokens.shape == (len(subjects), positions) == (len(styles), positions)
         if not fits or tokens.min(initial=0) < 0 or tokens.max(initial=0) >= vocab:
             raise UserError(f"{path} does not fit the models of the bundle: train or download the bundle again")
-        return cls(tokens, subjects)
+        return cls(tokens, subjects, styles)
+
+
+class _Phrases:
+    """Phrases of rows in lower case, and the rows of the longest ones that a text contains."""
+
+    def __init__(self, phrases: Sequence[str]) -> None:
+        names = {phrase: " ".join(_words(phrase)) for phrase in set(phrases)}
+        self.phrases, self.rows = [names[phrase] for phrase in phrases], defaultdict[str, list[int]](list)
+        for row, phrase in enumerate(self.phrases):
+            self.rows[phrase].append(row)
+        self._longest = max((phrase.count(" ") + 1 for phrase in self.rows), default=0)
+
+    def find(self, text: str) -> list[int]:
+        words = _words(text)
+        for length in range(min(self._longest, len(words)), 0, -1):
+            parts = dict.fromkeys(" ".join(words[i : i + length]) for i in range(len(words) - length + 1))
+            if rows := [row for part in parts for row in self.rows.get(part, ())]:
+                return rows
+        return []
 
 
 def _words(text: str) -> list[str]:

@@ -14,13 +14,15 @@ from limner.pipeline import TextToImage
 from limner.priming import follow
 from limner.retrieval import EXAMPLES, Examples
 from limner.runs.prune_codebook import prune
+from limner.sampling.generation_config import UNSET, Sampler
 from limner.sampling.inference import InferenceConfig
+from limner.text import PAD
 from tiny import WORDS, examples, tiny_pipe
 
 
 def pictures(*subjects):
     """One picture for each subject, whose tokens are its number."""
-    return Examples(np.repeat(np.arange(len(subjects), dtype=np.uint16)[:, None], 4, 1), subjects)
+    return Examples(np.repeat(np.arange(len(subjects), dtype=np.uint16)[:, None], 4, 1), subjects, [""] * len(subjects))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,38 @@ def test_the_subjects_found_are_the_longest_that_the_words_contain(subjects, wor
     assert sorted(found) == sorted(subject for subject in contained if subject.count(" ") == longest)
 
 
+#: Tokens of two positions by subject and style. "soft" is nearest to "thin", by the two subjects that both have.
+STYLES = {
+    ("sun", "bold"): (9, 9),
+    ("sun", "thin"): (1, 2),
+    ("moon", "thin"): (3, 4),
+    ("moon", "soft round"): (3, 5),
+    ("moon", "bold"): (9, 8),
+    ("star", "soft round"): (6, 7),
+    ("star", "thin"): (6, 7),
+    ("star", "bold"): (6, 8),
+    ("sea", "alone"): (1, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("caption", "found"),
+    [
+        ("sun, soft round", [("sun", "thin")]),
+        ("Soft-Round icon of a sun", [("sun", "thin")]),
+        ("sun, bold", [("sun", "bold")]),  # which training has
+        ("moon, bold", [("moon", "bold")]),
+        ("sun, soft", [("sun", "bold"), ("sun", "thin")]),  # an unknown style
+        ("sun, alone", [("sun", "bold"), ("sun", "thin")]),  # no subject is in this style and in another
+        ("sea, thin", [("sea", "alone")]),
+        ("thin", []),
+    ],
+)
+def test_a_caption_with_a_style_finds_the_picture_of_the_most_similar_style(caption, found):
+    examples = Examples(np.array([*STYLES.values()], np.uint16), *zip(*STYLES, strict=True))
+    assert examples.about(caption).tolist() == [list(STYLES[key]) for key in found]
+
+
 def test_many_pictures_of_a_subject_are_thinned_out_evenly():
     found = pictures(*["a"] * 1_000).about("a")[:, 0]
     assert len(found) == 64
@@ -59,9 +93,10 @@ def test_many_pictures_of_a_subject_are_thinned_out_evenly():
 
 
 def test_renumbered_pictures_have_the_codes_that_are_kept():
-    kept = Examples(np.array([[3, 5], [5, 9], [4, 3]], np.uint16), ["a", "b", "c"]).renumbered(np.array([3, 5, 9]))
+    tokens = np.array([[3, 5], [5, 9], [4, 3]], np.uint16)
+    kept = Examples(tokens, ["a", "b", "c"], ["thin", "bold", "thin"]).renumbered(np.array([3, 5, 9]))
     assert kept.tokens.tolist() == [[0, 1], [1, 2]]
-    assert kept.subjects == ["a", "b"]
+    assert (kept.subjects, kept.styles) == (["a", "b"], ["thin", "bold"])
 
 
 def test_a_drawing_follows_the_picture_that_the_contrastive_model_scores_highest():
@@ -89,13 +124,22 @@ def test_other_captions_and_given_pictures_are_drawn_as_without_examples():
         assert torch.equal(pipe.candidates([caption], 2, prompt_tokens=tokens).tokens, expected)
 
 
-def test_bundles_keep_examples_also_with_fewer_codes(tmp_path):
+def test_prompt_tokens_that_are_all_unset_ask_for_the_caption_alone():
     pipe = tiny_pipe(condition_blocks=1)
     pipe.examples = examples(pipe)
+    request = pipe.request(WORDS[0], 2, seed=1, sampler=Sampler(), prompt_tokens=torch.full((36,), UNSET))
+    assert request.prompt_tokens is None
+    assert (request.text[-36:] == PAD).all()
+
+
+def test_bundles_keep_examples_also_with_fewer_codes(tmp_path):
+    pipe = tiny_pipe(condition_blocks=1)
+    pipe.examples = Examples(examples(pipe).tokens, ["circle", "red cross", "star"] * 2, ["", "bold"] * 3)
     pipe.save_pretrained(tmp_path / "bundle")
     saved = TextToImage.from_pretrained(tmp_path / "bundle")
     np.testing.assert_array_equal(saved.examples.tokens, pipe.examples.tokens)
     assert saved.examples.subjects == pipe.examples.subjects
+    assert saved.examples.styles == pipe.examples.styles == ["", "bold"] * 3
     assert "training pictures in the bundle: 6" in (tmp_path / "bundle/README.md").read_text()
     codes = np.unique(pipe.examples.tokens[:3])
     pruned = prune(pipe, torch.from_numpy(codes.astype(np.int64)))
@@ -120,16 +164,17 @@ HUGE = b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + (
     [
         (b"", "is damaged"),
         (b"no xz", "is damaged"),
-        (arrays(TOKENS, TEXT)[:-20], "incomplete"),
+        (arrays(TOKENS, TEXT, TEXT)[:-20], "incomplete"),
         (lzma.compress(HUGE), "is damaged"),
-        (arrays(TOKENS), "is damaged"),
-        (arrays(np.array([{}], object), TEXT), "is damaged"),  # a pickle
-        (arrays(TOKENS, np.array([255], np.uint8)), "is damaged"),
-        (arrays(TOKENS[:1], TEXT), "does not fit"),
-        (arrays(TOKENS[:, 1:], TEXT), "does not fit"),
-        (arrays(TOKENS + 32, TEXT), "does not fit"),
-        (arrays(TOKENS.astype(np.int32) - 1, TEXT), "does not fit"),
-        (arrays(TOKENS.astype(np.float32), TEXT), "does not fit"),
+        (arrays(TOKENS, TEXT), "is damaged"),
+        (arrays(np.array([{}], object), TEXT, TEXT), "is damaged"),  # a pickle
+        (arrays(TOKENS, np.array([255], np.uint8), TEXT), "is damaged"),
+        (arrays(TOKENS[:1], TEXT, TEXT), "does not fit"),
+        (arrays(TOKENS, TEXT, TEXT[:1]), "does not fit"),
+        (arrays(TOKENS[:, 1:], TEXT, TEXT), "does not fit"),
+        (arrays(TOKENS + 32, TEXT, TEXT), "does not fit"),
+        (arrays(TOKENS.astype(np.int32) - 1, TEXT, TEXT), "does not fit"),
+        (arrays(TOKENS.astype(np.float32), TEXT, TEXT), "does not fit"),
     ],
 )
 def test_a_damaged_file_is_one_sentence(data, message, tmp_path):

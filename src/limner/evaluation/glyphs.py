@@ -6,7 +6,8 @@ A classifier of styles, trained on training icons only, reads the style. Its acc
 is the ceiling. For held-out combinations the table also has these rows:
 
 - copies instead of drawings: the training icon of the subject in the nearest other style;
-- drawings that follow these copies, and drawings from captions alone, if the model can follow a picture;
+- drawings from captions alone, if the bundle has pictures to follow; else, if the model can follow a picture, drawings
+  that follow these copies;
 - real icons through the dVAE: the ceiling of the nearest icon.
 
 A set often shows a held-out subject in another variant ("thin" where "bold" is held out). A second table has the
@@ -114,12 +115,10 @@ def evaluate(
     rows, drawings = draw_and_compare(pipe, references, targets, verdict, settings, progress)
     sheet = sheet_rows(references, targets, drawings, rows[f"best of {settings.candidates}"]["subject"])
     copies = icons.nearest_style_copies(targets) if split == "combination" else []
-    prompts = dict[str, Tensor]()
     if copies and pipe.prior.config.condition_blocks:
-        prompts["following a copy"] = _follow(pipe, icons, copies)
-    if copies and pipe.examples:
-        prompts["from captions alone"] = torch.full((len(targets), prod(pipe.dvae.config.grid)), UNSET)
-    for way, tokens in prompts.items():
+        way, tokens = "from captions alone", torch.full((len(targets), prod(pipe.dvae.config.grid)), UNSET)
+        if not pipe.examples:
+            way, tokens = "following a copy", _follow(pipe, icons, copies)
         drawn, _ = draw_and_compare(pipe, references, targets, verdict, settings, None, tokens)
         rows |= {f"{name}, {way}": verdicts for name, verdicts in drawn.items()}
     rows |= baselines(pipe, icons, targets, copies, verdict)

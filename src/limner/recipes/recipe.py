@@ -113,7 +113,7 @@ class PriorStage(Validated):
             to follow one (`data/related.py`), which needs `model.condition_blocks`.
         related_share: share of training samples with a related picture.
         examples: maximum number of training pictures that the bundle contains, of which the prior follows one if a
-            caption names its subject, the value of the first key of `related_by` (`retrieval.py`).
+            caption names its subject: the first caption up to a comma, after which it says the style (`retrieval.py`).
         temperature, guidance: defaults for sampling from the trained model. Guidance 1 is off.
     """
 
@@ -136,7 +136,7 @@ class PriorStage(Validated):
         if bool(self.related_by) != bool(self.model.condition_blocks):
             raise InvalidSetting("related_by", "must name keys if model.condition_blocks is not 0, and only then")
         if self.examples and not self.related_by:
-            raise InvalidSetting("examples", "must be 0 without related_by, whose first key names the subject")
+            raise InvalidSetting("examples", "must be 0 without related_by: the prior follows no picture")
         if self.related_by and self.augment:
             raise InvalidSetting("related_by", "must be empty with augment: related pictures are encoded once")
 

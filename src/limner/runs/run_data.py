@@ -135,12 +135,13 @@ class RunData:
         return RelatedTokenDataset(cache.tokens, cache.captions, encoding, metadata, related, training)
 
     def examples(self, dvae: ImageTokenizer) -> Examples | None:
-        """Return the training pictures of the bundle, evenly spaced, if the recipe asks for any."""
+        """Return at most the recipe's number of training pictures, by the subject and style in their first captions."""
         if not (limit := self.recipe.prior.examples):
             return None
-        (cache, metadata), key = self._described(self.train, dvae), self.recipe.prior.related_by[0]
+        cache, _ = self._described(self.train, dvae)
         rows = _evenly_spaced(len(cache), limit)
-        return Examples(np.asarray(cache.tokens)[rows], [str(metadata[row].get(key, "")) for row in rows])
+        subjects, _, styles = zip(*(cache.captions[row][0].partition(",") for row in rows), strict=True)
+        return Examples(np.asarray(cache.tokens)[rows], subjects, styles)
 
     def _described(self, source: Source, dvae: ImageTokenizer) -> tuple[TokenCache, list[Mapping[str, Any]]]:
         """Return the tokens and the metadata of a source; those of the training data are read once."""

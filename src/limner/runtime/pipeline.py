@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,9 @@ class OnnxPipeline:
         """Draw candidates; return pictures uint8 [N, 3, H, W], scores [N] and tokens [N, S]. Raises `UserError`."""
         length = self.grid[0] * self.grid[1]
         if prompt_tokens is None:
-            prompt_tokens = follow_example(self.examples, caption, partial(self._closest, caption))
+            prompt_tokens = follow_example(
+                self.examples, caption, lambda x: int(self._cosines(caption, self.run("decode", tokens=x)[0]).argmax())
+            )
         text = self.tokenizer.encode_array([caption], self.text_len)[0]
         text, kept = add_given(text, prompt_tokens, length, self.can_follow)
         given = np.full(length, UNSET) if kept is None else kept
@@ -143,12 +144,9 @@ class OnnxPipeline:
             if decoded.shape[1:] != pictures.shape[1:]:
                 raise UserError("the ONNX files do not fit the bundle, export it again: pictures have another size")
             pictures[rows] = decoded
-        if (given == UNSET).all():
+        if kept is None:
             scores = self._cosines(caption, pictures) + self.defaults.prior_score_weight * scores
         return pictures, scores, tokens
-
-    def _closest(self, caption: str, tokens: np.ndarray) -> int:
-        return int(self._cosines(caption, self.run("decode", tokens=tokens)[0]).argmax())
 
     def _cosines(self, caption: str, pictures: np.ndarray) -> np.ndarray:
         """Return the cosines of pictures and caption, [N]. Raises `UserError`."""

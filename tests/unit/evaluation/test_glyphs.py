@@ -127,8 +127,8 @@ def test_a_model_with_training_pictures_also_draws_from_captions_alone(icons, cl
             assert prompt_tokens is None or (prompt_tokens == UNSET).all()
             return super().candidates(*arguments, **settings)
 
-    retriever = Retriever(glyph)
-    retriever.examples = Examples(np.zeros((1, 36), np.uint16), ["disk"])
+    retriever = Retriever(glyph, condition_blocks=1)
+    retriever.examples = Examples(np.zeros((1, 36), np.uint16), ["disk"], [""])
     result = evaluate(retriever, icons, classifier, "combination", ReferenceSettings(candidates=2))[0]
     assert result.rows["best of 2"]["both"].value == 1
     assert result.rows["best of 2, from captions alone"]["both"].value == 0

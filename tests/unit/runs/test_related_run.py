@@ -65,6 +65,7 @@ def test_the_bundle_contains_training_pictures_by_subject(data, tmp_path):
     assert len(saved) == 9  # evenly spaced, of 18
     every_second = [f"subject {i // 3}" for i in np.linspace(0, 17, 9).astype(int)]
     assert saved.subjects == every_second
+    assert (set(saved.styles), saved.styles) == ({"set 0", "set 1"}, pipe.examples.styles)
 
 
 def test_samples_are_joined_with_training_pictures_of_their_subject(data, tmp_path):
