@@ -163,7 +163,7 @@ def test_the_readme_is_short_and_begins_with_a_picture_a_command_and_a_compariso
     lines = README.splitlines()
     assert len(lines) <= 120 and max(map(len, lines)) <= 130
     screen = "\n".join(lines[:25])
-    assert all(part in screen for part in ("docs/images/icons.png", "`limner draw ", "| dalle-pytorch"))
+    assert all(part in screen for part in ("docs/images/glyphs.png", "`limner draw ", "| dalle-pytorch"))
 
 
 def test_commands_within_sentences_are_run_by_the_file_named() -> None:

@@ -108,7 +108,7 @@ def glyphs() -> Recipe:
     return Recipe(
         text=TextConfig(vocab=4_096, length=24, dropout=0.0),
         dvae=replace(dvae, model=replace(dvae.model, size=48), augment=False),
-        prior=replace(prior, caption_dropout=0.1),
+        prior=replace(prior, caption_dropout=0.1, temperature=0.6, guidance=2.0),
         contrastive=replace(_small_contrastive(steps=3_000, distractors=0), prior_score_weight=1.0),
     )
 
