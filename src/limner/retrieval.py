@@ -35,7 +35,7 @@ class Examples:
 
     Args:
         tokens: integers [M, S].
-        subjects, styles: of the pictures, [M]. An empty style is none.
+        subjects, styles: of the pictures, [M]. An empty style is unknown.
     """
 
     def __init__(self, tokens: np.ndarray, subjects: Sequence[str], styles: Sequence[str]) -> None:
