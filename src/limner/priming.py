@@ -62,12 +62,12 @@ def add_given(
     text: np.ndarray, prompt_tokens: np.ndarray | None, positions: int, can_follow: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Move a picture to follow from the prompt tokens, [S] or [2 S], to the caption's: [T] -> [T + S], with PAD if none
-    is given. Prompt tokens that are all `UNSET` become None. The caption stays [T] unless the prior `can_follow`
-    a picture.
+    is given. Prompt tokens that are all `UNSET` become None. The caption stays [T] unless the prior `can_follow`.
 
     Raises `UserError` if a picture to follow is given in vain.
     """
-    kept, given = (text[:0],) * 2 if prompt_tokens is None else (prompt_tokens[:positions], prompt_tokens[positions:])
+    tokens = np.full(positions, UNSET) if prompt_tokens is None else prompt_tokens
+    kept, given = np.split(tokens, [positions])
     if can_follow:
         text = np.concatenate([text, given if len(given) else np.full(positions, PAD)])
     elif len(given):

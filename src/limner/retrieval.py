@@ -54,10 +54,11 @@ class Examples:
         """
         subject, _, style = caption.partition(",")
         rows = self._subjects.find(subject) or self._subjects.find(caption)
-        if asked := self._styles.find(style) or self._styles.find(caption):
+        if rows and (asked := self._styles.find(style) or self._styles.find(caption)):
             of_subject = {self.subjects[row]: row for row in asked}
-            distances = {style: self._distance(of_subject, style) for style in {self.styles[row] for row in rows}}
-            rows = [row for row in rows if distances[self.styles[row]] == min(distances.values())]
+            distances = {name: self._distance(of_subject, name) for name in {self.styles[row] for row in rows}}
+            least = min(distances.values())
+            rows = [row for row in rows if distances[self.styles[row]] == least]
         evenly = np.linspace(0, len(rows) - 1, min(len(rows), _MOST)).astype(int)
         return self.tokens[np.array(rows, int)[evenly]].astype(np.int64)
 
@@ -76,8 +77,7 @@ class Examples:
         return Examples(tokens, *([of[row] for row in rows] for of in (self.subjects, self.styles)))
 
     def save(self, bundle: Path) -> None:
-        """Write three arrays, in numpy's format in xz: tokens, and subjects and styles as lines of text. The file is
-        atomic."""
+        """Write three arrays atomically, in numpy's format in xz: tokens, then subjects and styles as lines of text."""
         buffer = io.BytesIO()
         np.save(buffer, self.tokens)
         for phrases in (self.subjects, self.styles):
