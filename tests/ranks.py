@@ -21,7 +21,13 @@ from limner.optim.dtensor import full_tensor
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["limner.distributed.process_group", "limner.distributed.powersgd", "limner.models.dvae"]
+    [
+        "limner.distributed.process_group",
+        "limner.distributed.powersgd",
+        "limner.models.dvae",
+        "torch._dynamo",  # which optimizers import
+        "torch.distributed.fsdp",
+    ]
 )
 
 

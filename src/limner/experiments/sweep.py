@@ -229,11 +229,11 @@ def num_cores() -> int:
 
 
 def process_pool(workers: int) -> ProcessPoolExecutor:
-    """Return a pool of processes for trials. They are forked from a process that has imported torch, where the system
-    can fork. Raises `UserError` if shared memory is missing."""
+    """Return a pool of processes for trials. They are forked, where the system can, from a process that has imported
+    torch and, since optimizers do, its compiler. Raises `UserError` if shared memory is missing."""
     methods = [name for name in ("forkserver", "spawn") if name in multiprocessing.get_all_start_methods()]
     context = multiprocessing.get_context(methods[0])
-    context.set_forkserver_preload(["limner.experiments.tiny_models"])  # spawned processes ignore it
+    context.set_forkserver_preload(["limner.experiments.tiny_models", "torch._dynamo"])  # spawned processes ignore it
     try:
         context.Lock()
     except (OSError, ImportError) as error:
