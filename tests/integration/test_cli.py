@@ -231,12 +231,13 @@ def test_evaluate_prints_a_table_and_writes_its_numbers_for_the_bundles_card(kin
     found = json.loads((tmp_path / "scores.json").read_text())
     if kind == "reconstruction":
         assert found["results"][0]["rows"]["PSNR"]["value"]["value"] > 0
+        assert "12 single objects" in out
     else:
         number = found["results"][0]["rows"]["any candidate"]["right"]["total"]
         assert number == 3
     if kind == "all":
         page = (tmp_path / "all.html").read_text()
-        drawings, reconstructions = 3 + 1, 3 + 48  # each next to its original
+        drawings, reconstructions = 3 + 1, 3 + 9  # each next to its original
         assert page.count("<h2>") == 5 and page.count("data:image/png") == 2 * (drawings + reconstructions)
     if kind == "composition":
         assert Image.open(tmp_path / "drawn.png").width > 3 * 2 * 144  # a drawing and a real scene of each

@@ -119,7 +119,7 @@ class ScoreReconstruction(ScoreOptions):
     split: Literal["both", "train", "held-out"] = "both"
     """Split of the combinations in new scenes."""
     count: Count = 1_024
-    """Maximum number of pictures."""
+    """Maximum number of pictures; of single objects that the parser reads, three times as many."""
 
 
 @dataclass(frozen=True, kw_only=True)

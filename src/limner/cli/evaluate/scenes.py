@@ -112,8 +112,8 @@ def reconstruction(options: ScoreReconstruction) -> Evaluated:
     if options.data is None:
         _require_scenes(size, "add --data")
         singles = single_objects(options.seed)
-        split = None if options.split == "both" else options.split
-        pictures = fresh_scenes(options.count, options.seed, split, size)
+        singles = singles[:: math.ceil(len(singles) / (3 * options.count))]
+        pictures = fresh_scenes(options.count, options.seed, None if options.split == "both" else options.split, size)
     else:
         source = open_source(options.data, split="held-out")
         indices = np.linspace(0, len(source) - 1, min(len(source), options.count)).astype(int)
