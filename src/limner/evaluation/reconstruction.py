@@ -103,15 +103,16 @@ def relaxation_gap(model: DVAE, pixels: Tensor, tau: float, hard: float) -> dict
     return {"relaxed_psnr": relaxed, "gap": relaxed - hard}
 
 
-def single_objects(seed: int = TEST_SEEDS_FROM) -> list[Scene]:
-    """Return scenes of one object at a random place: two for each combination of attributes and background."""
+def single_objects(seed: int = TEST_SEEDS_FROM, most: int | None = None) -> list[Scene]:
+    """Return scenes of one object at a random place: two for each combination of attributes and background, or `most`
+    of these at random."""
     rng, drawn = np.random.default_rng([seed, 2]), list[Scene]()
     combinations = product(scenes.SIZES, scenes.FILLS, scenes.COLORS, scenes.SHAPES, scenes.BACKGROUNDS)
     for size, fill, color, shape, background in (combination for combination in combinations for _ in range(2)):
         x, y = (int(rng.integers(scenes.UNITS - scenes.EXTENT[size] + 1)) for _ in range(2))
         item = SceneObject(shape=shape, color=color, size=size, fill=fill, x=x, y=y)
         drawn.append(Scene(objects=(item,), background=background))
-    return drawn
+    return [drawn[i] for i in np.sort(rng.permutation(len(drawn))[:most])]
 
 
 def confusions(dvae: ImageTokenizer, originals: Sequence[Scene], progress: Advance | None = None) -> EvalResult:

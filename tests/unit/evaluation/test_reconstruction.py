@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from limner.evaluation.reconstruction import confusions, fresh_scenes, measure, single_objects
+from limner.tasks import scenes
 from tiny import tiny_pipe
 
 
@@ -62,6 +63,14 @@ def test_single_objects_show_each_combination_twice():
     combinations = {(scene.objects[0].attributes, scene.background) for scene in originals}
     assert len(originals) == 2_400 and len(combinations) == 1_200
     assert originals == single_objects(seed=1) != single_objects(seed=2)
+    assert originals == single_objects(seed=1, most=10_000)
+
+
+def test_fewer_single_objects_are_a_sample_of_all_values():
+    originals, few = single_objects(seed=1), single_objects(seed=1, most=100)
+    assert len(few) == 100 and all(scene in originals for scene in few)
+    assert {scene.background for scene in few} == set(scenes.BACKGROUNDS)
+    assert {scene.objects[0].shape for scene in few} == set(scenes.SHAPES)
 
 
 def test_confusions_tell_other_scenes_from_unreadable_pictures():

@@ -111,8 +111,7 @@ def reconstruction(options: ScoreReconstruction) -> Evaluated:
     size, singles = pipe.dvae.config.size, []
     if options.data is None:
         _require_scenes(size, "add --data")
-        singles = single_objects(options.seed)
-        singles = singles[:: math.ceil(len(singles) / (3 * options.count))]
+        singles = single_objects(options.seed, most=3 * options.count)
         pictures = fresh_scenes(options.count, options.seed, None if options.split == "both" else options.split, size)
     else:
         source = open_source(options.data, split="held-out")
