@@ -1,4 +1,4 @@
-"""What tests read of checkpoints."""
+"""Readers of checkpoints for tests."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Chromium without a network but this machine, driven by the DevTools protocol over pipes, which needs no package."""
+"""Chromium that reaches this machine only, driven without a package, by the DevTools protocol over pipes."""
 
 import json
 import os
@@ -53,7 +53,7 @@ class Page:
         return done["result"].get("value")
 
     def wait(self, expression: str, seconds: float = 120) -> Any:
-        """Return the value of an expression as soon as it is true."""
+        """Wait until an expression is true, and return its value."""
         end = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):
             assert time.monotonic() < end, expression

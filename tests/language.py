@@ -2,9 +2,9 @@
 
     python tests/language.py src/limner/optim README.md
 
-lists what it finds with file and line, and how many sentences it read. It knows openings that leave out the subject,
-words with a private meaning, history, British spelling, and negations as predicates. Code and data in a text (`...`,
-fenced blocks, URLs) are left out.
+lists findings with file and line, and the number of sentences read. The check knows openings without a subject, words
+with a private meaning, history, British spelling, and negations as predicates. Code and data in a text (`...`, fenced
+blocks, URLs) are left out.
 """
 
 import ast
@@ -51,6 +51,8 @@ ALLOWED = re.compile(
     r"|parameters?|kilometres)$",
     re.IGNORECASE,
 )
+
+KINDS = ("page", "docstring", "help", "comment", "text")
 
 
 class Text(NamedTuple):
@@ -115,7 +117,7 @@ def _literals(path: Path, tree: ast.AST, docstrings: set[int]) -> Iterator[Text]
 
 
 def findings(text: Text) -> Iterator[Finding]:
-    """Everything in a text that breaks a rule."""
+    """Yield each place of a text that breaks a rule."""
     prose = re.sub(r"`[^`\n]*`|https?://\S+|\]\([^)]*\)|<[^>\n]+>|\"[^\"\n]*\"", lambda m: "x" * len(m[0]), text.words)
     if text.kind == "docstring" and (opening := OPENINGS.match(prose.lstrip())):
         yield Finding(text.path, text.line, "opening", prose.strip()[:60].replace("\n", " ") or opening[0])
@@ -129,13 +131,15 @@ def findings(text: Text) -> Iterator[Finding]:
             )
 
 
-def read(paths: list[Path]) -> tuple[list[Finding], int]:
-    """Findings in files and folders, and the number of sentences read."""
+def read(paths: list[Path], kinds: tuple[str, ...] = KINDS) -> tuple[list[Finding], int]:
+    """Findings in files and folders, and the number of sentences read, of some kinds of text only."""
     found, sentences = [], 0
     for path in paths:
         files = sorted(p for p in path.rglob("*") if p.suffix in (".py", ".md")) if path.is_dir() else [path]
         for file in files:
             for text in texts(file):
+                if text.kind not in kinds:
+                    continue
                 sentences += max(1, len(re.findall(r"[.!?:](?:\s|$)", text.words)))
                 found += findings(text)
     return found, sentences

@@ -19,7 +19,7 @@ def random_scenes(n, seed=0, **options):
 
 
 def mixed_scenes(n, seed=0, **options):
-    """Scenes of either split in turn."""
+    """Scenes, alternately of the two splits."""
     rng = np.random.default_rng(seed)
     return [scenes.sample_scene(rng, split=("train", "held-out")[i % 2], **options) for i in range(n)]
 

@@ -1,4 +1,4 @@
-"""What the ranks of tests/integration/test_shards.py do."""
+"""Work of the ranks of tests/integration/test_shards.py."""
 
 import json
 import os
@@ -98,9 +98,9 @@ def build() -> Transformer:
 
 
 def parallel(replicas: int | str) -> Parallel:
-    """Of weights in shards, so many times; 0 for ranks that hold all weights; -1 for one process. Where there are two
-    replicas or four gradients are compressed, and what that leaves out is part of the state; "narrow" is compression in
-    1-6-9 of ranks that hold all weights."""
+    """Return FSDP with a number of replicas; 0 for ranks that hold all weights; -1 for one process; "narrow" for
+    compression in 1-6-9 between ranks that hold all weights. Two and four replicas compress gradients, and their error
+    buffers are part of the state."""
     if isinstance(replicas, str):
         return Replicated(PowerSGD)
     make = partial(PowerSGD, PowerSGDConfig(quantize=False)) if replicas in (2, 4) else None
@@ -127,7 +127,7 @@ def learn_and_die(out: Path, replicas: int | str) -> None:
 def learn(
     out: Path, replicas: int | str, stop: int = 0, slow: bool = False, hooks: Sequence[Hook] = ()
 ) -> tuple[int, bool] | None:
-    """Train on; if it is stopped, returns at which step, and whether its state was on the disk at once."""
+    """Continue training. If the run is stopped, return its step and whether its state was on the disk by then."""
     stream, ours = Stream(Tokens(), 8, seed=3), parallel(replicas)
     files = (Slow if slow else Checkpointer)(out, CONFIG.keep)
     try:
@@ -173,7 +173,7 @@ def draws(source: Path) -> tuple[list[float], list[float]]:
 
 
 def tensors(step: int) -> dict[str, dict[str, Tensor]]:
-    """Of a shared and a common tensor, every number is the step."""
+    """Return a sharded and a replicated tensor filled with the step."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     whole = torch.full((20_001, 8), float(step))
     return {"model": {"shared": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None), "common": whole[:9]}}
@@ -188,7 +188,7 @@ def save_on(out: Path, first: int) -> None:
 
 
 def fail(out: Path, rank: int) -> str:
-    """The error of the next save if one rank can no longer write large files."""
+    """Return the error of the next save after one rank loses the right to write large files."""
     checkpointer = sharded_checkpoint.ShardedCheckpointer(Checkpointer(out, keep=2))
     checkpointer.save(1, tensors(1), {"step": 1})
     checkpointer.flush()
@@ -203,7 +203,7 @@ def fail(out: Path, rank: int) -> str:
 
 
 def apart(out: Path) -> str:
-    """The error if each rank has a folder of its own."""
+    """Return the error if each rank has a separate folder."""
     sharded_checkpoint.VISIBILITY_TIMEOUT = 0.2
     rank = distributed.get_rank()
     with pytest.raises(UserError) as caught:

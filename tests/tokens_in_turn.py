@@ -10,7 +10,7 @@ PRIOR = TransformerConfig(
 
 
 class Tokens:
-    """Four batches in turn, of captions without meaning and pictures of one token."""
+    """A cycle of four batches, of captions without meaning and pictures of one token."""
 
     def __init__(self):
         self.at = 0

@@ -125,5 +125,5 @@ def mutate_json(rng: random.Random, value: Any) -> Any:
 
 
 def dump(value: Any) -> str:
-    """As JSON, with whatever Python's reader takes (NaN, lone surrogates as escapes)."""
+    """Return JSON with all that Python's reader accepts: NaN, and lone surrogates as escapes."""
     return json.dumps(value)

@@ -231,8 +231,8 @@ python_here()
 
 
 def python_here() -> None:
-    """What a child of the server calls as its `sys.executable`: a fork of the server with this process's arguments,
-    environment and open files, and its exit code or signal."""
+    """Stand in for `sys.executable` of a child of the server: fork the server with this process's arguments,
+    environment and open files, and end with the fork's exit code or signal."""
     mark, module, *arguments = [word for word in sys.argv[1:] if word != "-P"]
     assert mark == "-m", sys.argv
     handles = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -421,7 +421,7 @@ def _run(module: str) -> int:
     except BaseException:
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # waits for threads that are no daemons
+    threading._shutdown()  # waits for threads other than daemons
     return code
 
 

@@ -1,4 +1,4 @@
-"""A disk that is full from some moment on: a sentence, and with room again the same command ends as ever."""
+"""A disk that becomes full gives one sentence; with free space again, the same command completes."""
 
 import shutil
 

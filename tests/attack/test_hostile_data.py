@@ -209,7 +209,7 @@ def test_damaged_pictures(server, tally):
 
 
 def paths(place):
-    """Names of files that a table should not get, or that are none."""
+    """File names that a table must not read, and values that are not file names."""
     return [
         "../outside/secret.png", str(place / "outside" / "secret.png"), "link.png", "folder.png", "fifo.png",
         "/dev/zero",
@@ -381,7 +381,7 @@ def pair(rng, key, caption="a fine picture of noise", suffix="png"):
 
 
 def odd_members(rng):
-    """Members that are no samples, or odd ones: (members, samples that they count for; None if that is a question)."""
+    """Broken and unusual members of a shard: (members, samples they count for; None where both answers are right)."""
     kinds = [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE, b"Z"]
     word = rng.choice([t for t in TEXTS if "\0" not in t and len(t) < 3000] or ["x"])
     return rng.choice(

@@ -24,7 +24,7 @@ ODD = (
 
 
 def drawings(rng):
-    """Bodies that ask for much, or for what is none of a drawing's business."""
+    """SVG bodies that ask for much memory, or for files and hosts."""
     path = "M0 0" + "l1 1-1 1" * 150_000
     filters = "".join(f'<feGaussianBlur stdDeviation="{10**i}"/>' for i in range(12))
     gradients = "".join(f'<linearGradient id="l{i}" href="#l{i + 1}"/>' for i in range(3_000))
@@ -65,7 +65,7 @@ def drawings(rng):
 
 
 def icon_set(rng):
-    """A set with five subjects, aliases that turn and mirror, and sizes of its own."""
+    """A set with five subjects, aliases that turn and mirror, and icons with their own sizes."""
     icons = {name: {"body": SQUARE} for name in ("tiger", "guitar", "red-apple", "cat-face")}
     icons["rocket"] = {"body": f"<g>{SQUARE}</g>", "width": 36, "height": 20, "left": -2, "top": 1, "rotate": 1}
     aliases = {"upside-down": {"parent": "rocket", "rotate": 2}, "mirrored": {"parent": "upside-down", "hFlip": True}}

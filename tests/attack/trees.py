@@ -1,4 +1,4 @@
-"""What a command left on the disk, without what no two runs have in common: times and dates."""
+"""Files that a command left on the disk, without times and dates, which differ between runs."""
 
 from __future__ import annotations
 

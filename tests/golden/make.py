@@ -1,12 +1,12 @@
-"""Losses of the first 20 updates of each objective, as they were: curves.json.
+"""Record the losses of the first 20 updates of each objective: curves.json.
 
-`python tests/golden/make.py` makes them anew; with names behind it, those curves, and leaves the others as they are.
+`python tests/golden/make.py` records all curves, with names as arguments only the named ones.
 
-Everything goes through the real loop, on a CPU, from a seed: priors in fp32, all else in fp64. A change that should not
-change what is learned (another room, another kernel, another order of the same sums) keeps these curves; one that
-should is committed together with the new curves, and says so.
+Each curve comes from the real loop, on a CPU, from a seed: priors in fp32, other models in fp64. A change that must
+not affect learning (another package, another kernel, another order of the same sums) keeps these curves. A change that
+must is committed together with the new curves, and its message names them.
 
-Three curves are of the recipe `paper` as it stands, so that a change of its numbers is seen.
+Three curves train the unchanged recipe `paper`, so that a change of its numbers shows.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def caption(index: int) -> np.ndarray:
 
 @contextmanager
 def double() -> Iterator[None]:
-    """What is float, and what models call so, is double; and so are initial weights, whose last bits differ in fp32.
+    """Compute in fp64 where models ask for floats, and in the initial weights, whose last bits differ in fp32.
 
     dVAEs pool maxima and choose codes. In fp32 rounding turns such a choice, and from there on curves differ by 1%.
     """
@@ -141,8 +141,8 @@ def paper_dvae() -> dict[str, list[float]]:
 
 
 def paper_prior() -> dict[str, list[float]]:
-    """As above; the learning rate is halved as often as it may be, since no loss is low enough. Weights and gradients
-    are in fp32, without scales, so that what changes is no rounding."""
+    """Return the curve of the paper's prior. No loss reaches the threshold, so the learning rate is halved as often as
+    allowed. Weights and gradients are in fp32, without scales, so that curves do not depend on rounding."""
     stage, grid = paper().prior, (17, 16)
     model = replace(
         stage.model, text_vocab=VOCAB, image_vocab=VOCAB, text_len=TEXT, grid=grid, width=32, depth=6, heads=2
@@ -157,7 +157,7 @@ def paper_prior() -> dict[str, list[float]]:
 
 @double()
 def paper_contrastive() -> dict[str, list[float]]:
-    """As above."""
+    """Return the curve of the paper's CLIP."""
     stage = paper().contrastive
     model = replace(
         stage.model, text_vocab=VOCAB, text_len=TEXT, size=SIDE, patch=8, width=32, depth=2, heads=2, embedding=16
@@ -236,7 +236,7 @@ CURVES: tuple[Callable[[], dict[str, list[float]]], ...] = (
 
 
 def measured(make: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
-    """The curve from a fixed seed of initial weights, whatever was drawn before."""
+    """Return the curve from a fixed seed of initial weights, independent of earlier random numbers."""
     torch.manual_seed(0)
     return make()
 

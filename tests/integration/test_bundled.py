@@ -34,7 +34,7 @@ def test_a_drawing_fits_its_own_caption_best(name: str) -> None:
 
 @pytest.mark.parametrize("name", pretrained.list_pretrained())
 def test_drawing_does_not_import_the_compiler(name: str) -> None:
-    """It takes a second, and one operation on the meta device is enough for torch to import it."""
+    """The import takes a second, and one operation on the meta device makes torch do it."""
     code = f"import sys, limner; limner.load({name!r})('a cat', candidates=2); print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]

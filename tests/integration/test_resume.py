@@ -1,8 +1,7 @@
-"""One run, killed and later interrupted on its way, against the same run left alone.
+"""A run that is killed and later interrupted against the same run without interruption.
 
-The worker below is a process of its own: a small model with dropout, noise from the objective's
-generator, averaging, a plateau schedule and evaluation, so that whatever a checkpoint forgets
-shows in a loss.
+The worker below is a separate process: a small model with dropout, noise from the objective's generator, averaging, a
+plateau schedule and evaluation, so that state missing from a checkpoint shows in a loss.
 """
 
 import os

@@ -168,7 +168,7 @@ def test_lost_error_buffers_are_reported(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", ".*results may differ")
-        pass_on(tmp_path / "1", tmp_path / "2", -1)  # it holds none any more
+        pass_on(tmp_path / "1", tmp_path / "2", -1)  # this checkpoint is without buffers
 
 
 def test_a_kill_at_any_moment_leaves_the_old_state_or_the_new(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def wait_for_pictures(page: Page) -> None:
 
 
 def brighter(page: Page) -> str:
-    """Return the side whose picture is brighter, as a person sees it: "left", "right", or "" if both are alike."""
+    """Return the side whose picture is brighter, as a person sees it: "left", "right", or "" if both are equal."""
     measure = """[...document.querySelectorAll('#pair img')].map((image) => {
       const canvas = Object.assign(document.createElement('canvas'), { width: 24, height: 24 });
       const context = canvas.getContext('2d');

@@ -1,4 +1,4 @@
-"""What is computed in fp32 is so whatever torch's default format is: scales, counts of steps, sums."""
+"""Scales, step counts and sums are fp32 with every default dtype of torch."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a message says after a name that is not there."""
+"""Suggestions in messages about unknown names."""
 
 from limner.errors import did_you_mean
 

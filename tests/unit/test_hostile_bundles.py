@@ -62,7 +62,7 @@ def other_bytes(rng, raw):
 
 
 def other_header(rng, raw):
-    """Of a safetensors file: another shape, format, place or name of a tensor."""
+    """Change shape, format, offset or name of a tensor in a safetensors file."""
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size])
     name = rng.choice(list(header))
@@ -98,12 +98,12 @@ def test_a_changed_bundle_is_read_or_refused_in_one_sentence(whole, tmp_path, se
         except Exception as error:
             raise AssertionError(f"case {case}: {name} with {change.__name__}") from error
         assert "\n" not in output and len(output) < 700, (case, name, output[:300])
-        assert time.process_time() - begun < 10, (case, name)  # of work, whatever else the machine does
+        assert time.process_time() - begun < 10, (case, name)  # processor time, independent of other processes
         shutil.copy(whole / name, bundle / name)
 
 
 def test_parameters_are_counted_before_memory_is_taken(whole, tmp_path):
-    """A model of 2 TB whose file cannot fill it is refused for its shapes, not for want of memory."""
+    """A model of 2 TB whose file cannot fill it raises an error about its shapes, not about memory."""
     bundle = shutil.copytree(whole, tmp_path / "bundle")
     config = json.loads((bundle / "config.json").read_text())
     config["prior"]["text_vocab"] = config["prior"]["image_vocab"] = 2**24

@@ -1,4 +1,4 @@
-"""What is written is JSON for any reader; what is read is bounded, whatever a file holds."""
+"""Written files are JSON for any reader; reading is bounded for any content."""
 
 import ast
 import json

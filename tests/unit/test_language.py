@@ -22,6 +22,13 @@ def test_readme_docs_docstrings_help_and_errors_keep_the_rules():
     assert findings == [], "\n".join(map(str, findings))
 
 
+def test_docstrings_and_comments_of_tests_keep_the_rules():
+    """Strings of tests are data: they hold the words that the check looks for."""
+    findings, sentences = language.read([ROOT / "tests"], ("docstring", "comment"))
+    assert sentences > 1_000
+    assert findings == [], "\n".join(map(str, findings))
+
+
 @pytest.mark.parametrize(
     ("source", "rule"),
     [

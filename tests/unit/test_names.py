@@ -1,4 +1,4 @@
-"""A class is named once: whoever looks for it by its name finds one."""
+"""Class names are unique: a search by name finds one class."""
 
 import ast
 from collections import defaultdict

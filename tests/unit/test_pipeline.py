@@ -217,7 +217,7 @@ def test_progress_reaches_the_end_exactly_once(pipe, monkeypatch):
     monkeypatch.setattr(inference, "MAX_CPU_BATCH", 4)
     seen = []
     pipe(CAPTION, candidates=6, progress=seen.append)
-    assert sum(seen) == 6 and min(seen) > 0 and len(seen) > 2  # as they are drawn, not batch after batch
+    assert sum(seen) == 6 and min(seen) > 0 and len(seen) > 2  # progress counts single drawings, not batches
 
 
 def test_partial_pictures_come_every_few_rows_and_end_in_the_drawing(pipe, monkeypatch):
@@ -298,7 +298,7 @@ def test_8_bit_weights_draw_too(saved):
     pipe = load(saved, int8_weights=True)
     made = pipe.candidates([CAPTION], 2)
     assert made.pictures.shape[:2] == (1, 2)
-    assert pipe.prior.head.image.weight.dtype == torch.float32  # the model itself is as it was
+    assert pipe.prior.head.image.weight.dtype == torch.float32  # the model itself is unchanged
 
 
 def test_bf16_draws_too(saved):

@@ -24,7 +24,7 @@ def time(monkeypatch):
 
 def test_plain_lines_come_every_few_seconds_with_rate_and_time_left(time, capsys) -> None:
     with progress("training", total=100) as bar:
-        assert isinstance(bar, PlainProgress)  # stderr is no terminal here
+        assert isinstance(bar, PlainProgress)  # stderr is not a terminal here
         for _ in range(50):
             time.now += 0.5
             bar.advance(1, loss=0.12345)
@@ -58,12 +58,12 @@ def test_resumed_work_is_done_but_does_not_count_as_speed(time, capsys) -> None:
 
 def test_the_rate_is_that_of_the_last_minutes(time) -> None:
     bar = Progress("training", total=10_000)
-    for seconds, steps in ((10.0, 60), (0.5, 600)):  # ten minutes beside other work, then five alone
+    for seconds, steps in ((10.0, 60), (0.5, 600)):  # ten minutes with other work, then five without
         for _ in range(steps):
             time.now += seconds
             bar.advance(1)
     assert bar.rate == pytest.approx(2)
-    time.now += 600  # nothing is done any more
+    time.now += 600  # ten minutes without a step
     assert bar.rate < 0.5
 
 

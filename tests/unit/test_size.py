@@ -24,7 +24,7 @@ def functions():
 
 
 def depth(node, outer=0):
-    """Levels of nested statements; `elif` is no level."""
+    """Levels of nested statements; `elif` adds none."""
     deepest = outer
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.ClassDef | ast.Lambda):

@@ -1,4 +1,4 @@
-"""An icon survives the way to SVG and back, and the document is valid whatever the caption and the picture."""
+"""An icon survives the way to SVG and back, and the document is valid for every caption and picture."""
 
 import io
 import re

@@ -13,7 +13,7 @@ from more_patterns import ALL
 
 
 def sees(kind: str, back: int, width: int, kernel: int) -> bool:
-    """Whether an image position sees the one `back` raster steps before it."""
+    """Return whether an image position sees the one `back` raster steps before it."""
     if kind == "row":
         return back <= width
     if kind == "column":

@@ -1,4 +1,4 @@
-"""What follows from a pattern's offsets."""
+"""Properties that follow from a pattern's offsets."""
 
 import pytest
 import torch

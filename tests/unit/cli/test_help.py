@@ -1,4 +1,4 @@
-"""What `--help` says."""
+"""The text of `--help`."""
 
 import contextlib
 import pkgutil

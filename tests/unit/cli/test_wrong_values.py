@@ -50,7 +50,7 @@ HUGE = "1" + "0" * 400
 
 
 def wrong(cls: type, name: str) -> list[str]:
-    """Values beyond each end of a field's range, and what is no number of its kind."""
+    """Values beyond each end of a field's range, and values of another type."""
     allowed, whole, _, _ = rules(cls)[name]
     beyond = {allowed.ge: -1, allowed.le: 1, allowed.gt: -1, allowed.lt: 1}
     found = [str(end + step) for end, step in beyond.items() if end is not None]
@@ -86,7 +86,7 @@ def changed(recipe: Recipe, path: str, value: object) -> Recipe:
 
 
 def assert_error(arguments, option, capsys):
-    """The command ends at once with a sentence that names the option."""
+    """The command ends before any work, with a sentence that names the option."""
     assert main(arguments) == 2, arguments
     out, err = capsys.readouterr()
     assert out == "", arguments
@@ -205,7 +205,7 @@ def test_an_optimizer_is_chosen_by_name(trained, capsys):
 
 
 def test_any_kind_is_chosen_by_name(trained, capsys):
-    """Schedules, objectives and ways to make tokens; what a kind has no default for stays as it is in the recipe."""
+    """Schedules, objectives and tokenizers change by name; a field without a default keeps the recipe's value."""
     laptop: Any = recipes.get("laptop")
     photos: Any = recipes.get("photos")
     _, found = trained("--prior.training.schedule", "Plateau", "--prior.training.schedule.halvings", "3")

@@ -346,7 +346,7 @@ def test_threads_decode_large_pictures_within_the_budget(tmp_path):
     )
     run = [sys.executable, "-c", script, *map(str, sorted(tmp_path.iterdir()))]
     source = os.path.dirname(os.path.dirname(os.path.dirname(image_decode.__file__)))
-    # A fixed threshold returns freed memory at once, so that the peak does not depend on how glibc reuses it.
+    # A fixed threshold returns freed memory immediately, so that the peak does not depend on how glibc reuses it.
     environment = {**os.environ, "PYTHONPATH": source, "MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = subprocess.run(run, capture_output=True, text=True, env=environment, check=True)
     used, shapes = done.stdout.split(maxsplit=1)

@@ -22,7 +22,7 @@ from tiny import tiny_pipe
 
 SHAPES = ["bar", "box", "cross", "disk", "ell", "wedge"]
 STYLES = {"a thin": (1, 0, 255), "a bold": (5, 0, 255), "b": (3, 255, 0), "c": (5, 0, 150)}  # width, ink, ground
-COMBINATIONS = {("box", "a thin"), ("disk", "b")}  # a has a bold box, b has no disk
+COMBINATIONS = {("box", "a thin"), ("disk", "b")}  # a has a bold box, b lacks a disk
 
 
 def glyph(shape: str, style: str) -> torch.Tensor:

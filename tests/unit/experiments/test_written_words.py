@@ -1,4 +1,4 @@
-"""The codes of signs show every sign; outcomes are told apart; the claim can hold and can fail."""
+"""The codes of signs show every sign; outcomes are distinguished; the claim can hold and can fail."""
 
 import pytest
 import torch

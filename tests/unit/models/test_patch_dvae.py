@@ -67,7 +67,7 @@ def test_contrast_decides_which_patches_are_clustered():
 
 
 def test_flat_areas_have_codes_of_one_color():
-    """Colors that lie beside edges in most pictures, which would leave traces in their codes."""
+    """Colors next to edges in most pictures do not leave traces in their codes."""
     generator = torch.Generator().manual_seed(0)
     pictures = squares(100)
     edges = torch.rand(100, 1, 16, 16, generator=generator) < 0.05
@@ -116,7 +116,7 @@ def test_the_decoder_learns_what_pasted_patches_miss():
 
 @pytest.mark.parametrize(("l1_from", "drawn"), [(None, 90), (200, 40)])
 def test_where_codes_leave_two_colors_open_the_last_error_decides(l1_from, drawn):
-    """Of three pictures with one code two are of level 40 and one of 190: the mean is 90, the median 40."""
+    """Three pictures with one code have levels 40, 40 and 190: their mean is 90, their median 40."""
     torch.manual_seed(0)
     model = SMALL.build()
     model.codes.fill_(0.9)

@@ -89,7 +89,7 @@ def test_layer_scale_and_qk_norm_train_and_decode_equally():
         found = [logits, *(TokenDecoder(model).step(cache, token[:, None]) for token in image.T[:-1])]
     torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(first, expected)  # at first each block was the identity
-    attention.qkv.weight.data[:64] *= 100  # queries and keys, whose length is normalised away; no bias
+    attention.qkv.weight.data[:64] *= 100  # queries and keys, whose length is normalized away; no bias
     attention.qkv.bias.data.zero_()
     with torch.inference_mode():
         torch.testing.assert_close(model(text, image)[1], expected, atol=1e-3, rtol=1e-3)

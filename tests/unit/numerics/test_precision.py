@@ -37,7 +37,7 @@ def test_products_of_16_bit_matrices_are_summed_in_32(device: str, batch: tuple[
     torch.testing.assert_close(found, exact.float(), rtol=0, atol=1e-4)
     torch.testing.assert_close(product(a.float(), b.float().mT), exact.float(), rtol=0, atol=1e-4)
     if device == "cpu":
-        assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # the setting is as it was
+        assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # the setting is restored
 
 
 @pytest.mark.parametrize("other", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -51,7 +51,7 @@ def test_products_with_float64_are_float64(other: torch.dtype) -> None:
 
 
 def test_products_of_fp16_are_not_rounded_to_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which has three digits less. Not every processor rounds where the setting lets it."""
+    """bf16 has three bits less. Not every processor rounds where the setting allows it."""
     settings, multiply = [], torch.Tensor.__matmul__
 
     def watched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

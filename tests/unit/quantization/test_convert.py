@@ -139,7 +139,7 @@ class GPT(nn.Module):
 
 
 class CLIP(nn.Module):
-    """Named as OpenCLIP is: a picture's tower within `visual`, the caption's beside it."""
+    """Named as OpenCLIP is: a picture's tower within `visual`, the caption's next to it."""
 
     def __init__(self):
         super().__init__()

@@ -251,7 +251,7 @@ def test_second_derivatives_raise(kind):
 
 @pytest.mark.parametrize("kind", COUNTED)
 def test_second_derivatives_raise_in_function_transforms(kind):
-    """Where it was silently zero."""
+    """A second derivative of zero would be silently wrong."""
     layer, x = kind(4, 4), torch.randn(2, 4)
     parameters = dict(layer.named_parameters())
 

@@ -1,4 +1,4 @@
-"""What a recipe may choose: names in JSON, and which layers change."""
+"""Precisions of a recipe: their names in JSON, and the layers they change."""
 
 from dataclasses import replace
 

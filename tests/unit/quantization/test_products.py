@@ -1,4 +1,4 @@
-"""Integer products are exact whatever computes them, float8 products near, and what computed them is known."""
+"""Integer products are exact with every kernel, float8 products close, and the kernel's name is recorded."""
 
 import copy
 import pickle
@@ -58,7 +58,7 @@ def layouts(x):
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_small_products_are_exact_for_all_strides(m):
-    """oneDNN refuses some strides of a side of 1, and torch then returns whatever was in memory."""
+    """oneDNN refuses some strides of a side of 1, and torch then returns uninitialized memory."""
     ones = torch.ones(())
     for n, k in product((1, 2, 3, 4), repeat=2):
         a, b = integers(m, k, 1), integers(n, k, 2)
@@ -92,13 +92,13 @@ def test_a_product_that_does_not_fit_goes_to_the_reference_and_is_counted():
 
 
 def saturates(a, b, out=None):
-    """As CPUs without VNNI do, which add pairs of unsigned times signed numbers in 16 bits."""
+    """Compute as CPUs without VNNI, which add pairs of unsigned times signed numbers in 16 bits."""
     pairs = ((a.int() + 128)[:, :, None] * b.int()).unflatten(1, (-1, 2)).sum(2).clamp(-(2**15), 2**15 - 1)
     return pairs.sum(1) - 128 * b.int().sum(0)
 
 
 def leaves_columns(a, b, out=None):
-    """As torch does where oneDNN refuses strides."""
+    """Compute as torch where oneDNN refuses strides."""
     out = torch.zeros(len(a), b.shape[1], dtype=torch.int32) if out is None else out
     return out if min(*a.shape, *b.shape) == 1 else out.copy_(products.reference(a, b.mT))
 

@@ -1,4 +1,4 @@
-"""A step that cannot fit into memory is refused before training, by bytes that grow linearly with the samples."""
+"""Training refuses a step that cannot fit into memory; the estimate grows linearly with the samples."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Signed files are valid, say that a model drew them, and show a change; keys that do not fit are refused."""
+"""Signed files are valid, say that a model drew them, and show a change; keys that do not fit raise UserError."""
 
 import base64
 import datetime

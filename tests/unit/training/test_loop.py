@@ -237,7 +237,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(where: str, tmp_pat
 
 
 def test_a_run_that_skipped_all_updates_resumes(tmp_path: Path) -> None:
-    """Its optimizer has no state yet."""
+    """The optimizer's state is empty until its first step."""
     config, broken = replace(CONFIG, max_bad_steps=20), breaks(*range(12), where="gradient")
     train(TrainState(model(), broken, replace(config, steps=6)), stream(), tmp_path)
     result = train(TrainState(model(), broken, config), stream(), tmp_path)
