@@ -21,7 +21,7 @@ from limner.atomic_io import require_file
 from limner.errors import UserError
 
 _ROWS_PER_BATCH = 4_096
-_MAX_FILE_BYTES = 1 << 28  # statistics of Inception's 2,048 features have 34 MB
+MAX_FILE_BYTES = 1 << 28  # statistics of Inception's 2,048 features have 34 MB
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Moments:
         path = Path(path)
         require_file(path)
         try:
-            if path.stat().st_size > _MAX_FILE_BYTES:
+            if path.stat().st_size > MAX_FILE_BYTES:
                 raise ValueError("too large")
             with np.load(path, allow_pickle=False) as file:
                 mean, covariance = (torch.from_numpy(np.asarray(file[name], np.float64)) for name in ("mu", "sigma"))

@@ -34,7 +34,7 @@ from limner.validation import Range, Validated
 __all__ = ["PRESETS", "SCENES", "DetectorRecipe", "train_detector"]
 
 SCENES = "scenes"  # name of the synthetic scenes in place of a folder
-_VALIDATION_SCENES, _VALIDATION_SEED = 256, 1
+VALIDATION_SCENES, VALIDATION_SEED = 256, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def _open(recipe: DetectorRecipe, data: str, size: int) -> tuple[Dataset, list[s
         raise UserError(f"scenes cannot have {size} pixels per side: choose --layout ssdlite48, ssd48 or ssd300")
 
     def evaluation(model: Any, step: int) -> Mapping[str, float]:
-        pictures = scene_pictures(size, _VALIDATION_SCENES, _VALIDATION_SEED)
+        pictures = scene_pictures(size, VALIDATION_SCENES, VALIDATION_SEED)
         result = evaluate(TrainedDetector(model, list(SHAPES)), pictures, SCENES)
         return {name: result.rows[recipe.layout][name].value for name in ("mAP@50", "mAP")}
 

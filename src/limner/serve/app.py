@@ -38,7 +38,7 @@ __all__ = ["SHARED", "Routes", "create_app", "static"]
 _ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorBody} for code in (400, 401, 403, 404, 405, 408, 413, 429, 500, 504)
 }
-_KEEPALIVE_SECONDS = 15
+KEEPALIVE_SECONDS = 15
 _FOLDER, SHARED = Path(__file__).parent / "page", Path(export.__file__).parent  # files of pages
 _PAGE = {
     "/": ([SHARED / "head.html", _FOLDER / "page.html"], "text/html"),
@@ -271,7 +271,7 @@ async def _with_keepalives(events: AsyncGenerator[Any], timeout: float) -> Async
     try:
         while True:
             pending = pending or asyncio.ensure_future(anext(events))
-            seconds = min(_KEEPALIVE_SECONDS, end - loop.time())
+            seconds = min(KEEPALIVE_SECONDS, end - loop.time())
             if (await asyncio.wait([pending], timeout=max(0, seconds)))[0]:
                 done, pending = pending, None
                 yield done.result()

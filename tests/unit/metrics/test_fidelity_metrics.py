@@ -136,7 +136,7 @@ def test_a_file_without_statistics_raises_a_sentence(name, tmp_path, monkeypatch
     elif name == "other bytes":
         path.write_bytes(b"\x80\x04N.")  # a pickle without an archive
     elif name == "too large":
-        monkeypatch.setattr("limner.metrics.moments._MAX_FILE_BYTES", 100)
+        monkeypatch.setattr("limner.metrics.moments.MAX_FILE_BYTES", 100)
     with pytest.raises(UserError, match=r"does not hold statistics of features, mu \[D\] and sigma \[D, D\]"):
         Moments.from_file(path)
 

@@ -18,7 +18,7 @@ FAST = ("--training.batch-size", "4", "--training.warmup-steps", "0", "--trainin
 
 @pytest.fixture(autouse=True)
 def few_validation_scenes(monkeypatch):
-    monkeypatch.setattr("limner.runs.detector._VALIDATION_SCENES", 8)
+    monkeypatch.setattr("limner.runs.detector.VALIDATION_SCENES", 8)
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_the_description_lists_the_statuses_of_errors(client):
 
 
 def test_a_stream_ends_in_time_and_says_that_it_waits(monkeypatch):
-    monkeypatch.setattr(app_module, "_KEEPALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(app_module, "KEEPALIVE_SECONDS", 0.05)
     closed = []
 
     async def events():
