@@ -17,6 +17,7 @@ from limner import load
 from limner.errors import UserError
 from limner.export.page import GLUE, WASM, read_web
 from limner.numerics.precision import Fp32
+from limner.retrieval import Examples
 from limner.sampling.generation_config import Sampler
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,7 @@ CAPTIONS = {
         for shape, background in [("circle", "white"), ("striped square", "black")]
     ],
     "icons": ["a tiger, flat", "a hamburger, line drawing", "a grinning face, 3d", "a red heart, simple"],
+    "glyphs": ["an ambulance, lucide", "sun, bold", "a rocket", "house; phosphor thin", "no such subject"],
 }
 TEXTS = [
     " A  large\tRED\nCircle ",
@@ -45,6 +47,8 @@ DRAW = """(async () => {
   return drawn;
 })()"""
 
+FOLLOWED = "(caption) => examples.about(caption).map((tokens) => Array.from(tokens))"
+
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed")
@@ -55,12 +59,16 @@ def test_a_page_draws_what_torch_draws(name: str, tmp_path: Path) -> None:
     export = ["export", name, "--to", "page", "-o", file, "--onnxruntime-web", WEB]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     subprocess.run([sys.executable, "-m", "limner", *map(str, export)], env=environment, check=True)
-    assert file.stat().st_size < 20e6
+    assert file.stat().st_size < 22e6
     with open_page(file, tmp_path / "profile") as page:
         page.wait("document.getElementById('status').textContent.startsWith('Ready')")
 
         ids = page.evaluate(f"model().then(({{ tokenizer }}) => {json.dumps(TEXTS)}.map((x) => tokenizer.encode(x)))")
         assert ids == [[i for i in row if i >= 0] for row in pipe.tokenizer.encode_array(TEXTS).tolist()]
+
+        captions = _captions(pipe.examples)
+        followed = page.evaluate(f"model().then(({{ examples }}) => {json.dumps(captions)}.map({FOLLOWED}))")
+        assert followed == [pipe.examples.about(x).tolist() if pipe.examples else [] for x in captions]
 
         draws = [(caption, seed, 1, {}) for seed, caption in enumerate(CAPTIONS[name])]
         draws += [(CAPTIONS[name][0], 2**40 + 1, 3, {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "guidance": 1.5})]
@@ -88,6 +96,17 @@ def test_a_page_draws_what_torch_draws(name: str, tmp_path: Path) -> None:
     assert score == pytest.approx(expected_score, abs=2e-4)
     assert np.abs(np.asarray(downloaded, int) - np.asarray(expected, int)).max() <= 1
     assert all(url == file.as_uri() or url.startswith(("blob:", "data:")) for url in requests), requests
+
+
+def _captions(examples: Examples | None) -> list[str]:
+    """Captions that name one or two subjects and styles of the examples, or none."""
+    captions, rng = ["a Rocket", "É, bold", "", ",", "bold, bold, bold"], np.random.default_rng(0)
+    if examples:
+        for _ in range(50):
+            first, second = rng.choice(sorted(set(examples.subjects)), 2)
+            style, other = rng.choice(sorted(set(examples.styles)), 2)
+            captions += [f"{first}, {style}", f"an {first.upper()} {second}; {style}", f"{style}, {other} {first}"]
+    return captions
 
 
 def _downloaded(page: Page, folder: Path) -> Image.Image:

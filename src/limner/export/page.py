@@ -18,6 +18,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from limner.atomic_io import atomic_write_text
 from limner.data.attribution import merge_attributions
 from limner.drawing import xmp_packet
@@ -25,6 +27,7 @@ from limner.errors import UserError
 from limner.export.onnx import GRAPHS, export_onnx
 from limner.json_files import parse_json, to_json
 from limner.pretrained import ASSETS, find_bundle, resolve_name
+from limner.retrieval import Examples
 from limner.runtime import FILE, WEIGHTS
 from limner.runtime.pipeline import OnnxPipeline
 from limner.version import __version__
@@ -32,10 +35,10 @@ from limner.version import __version__
 WEB = "onnxruntime-web"
 GLUE, WASM = "dist/ort.wasm.bundle.min.mjs", "dist/ort-wasm-simd-threaded.wasm"
 FILES = ("tokenizer.json", "prefill.onnx", "step.onnx", "decode.onnx", "score.onnx", *WEIGHTS)  # of the bundle
-PARTS = GRAPHS + len(FILES) + 3
-TEMPLATE, INLINED = "page.html", ("head.html", "page.css", "page_sampling.js", "page_model.js", "page.js")
-MAX_FILE_BYTES = 64 << 20  # of a file of the npm package
-MAX_ARCHIVE_BYTES = 1 << 30
+PARTS = GRAPHS + len(FILES) + 5
+TEMPLATE, SCRIPTS = "page.html", ("page_sampling.js", "page_examples.js", "page_model.js", "page.js")
+INLINED = ("head.html", "page.css", *SCRIPTS)
+MAX_FILE_BYTES, MAX_ARCHIVE_BYTES = 64 << 20, 1 << 30  # of a file of the npm package, of the package
 MAX_WEIGHT_BYTES = 256 << 20  # browsers limit the length of a text
 _GET_WEB = f"`npm pack {WEB}@1.30` downloads it, then pass --{WEB} {WEB}-1.30.0.tgz"
 _NO_TAGS = bytes.maketrans(b"<", b".")
@@ -73,6 +76,11 @@ def export_page(
         "prior_score_weight": pipe.defaults.prior_score_weight,
         "sampler": pipe.defaults.sampler.to_metadata(), "xmp": xmp_packet("\ue000", pipe.name).split("\ue000"),
     }  # fmt: skip
+    examples = pipe.examples or Examples(np.empty((0, 0), int), [], [])
+    if examples.tokens.max(initial=0) >= 1 << 16:
+        raise UserError(f"{folder} has examples with more than {1 << 16:,} image tokens: a page holds at most as many")
+    phrases = {"subjects": examples.subjects, "styles": examples.styles}
+    files |= {"examples.json": to_json(phrases).encode(), "examples.bin": examples.tokens.astype("<u2").tobytes()}
     files |= {"config.json": to_json(config).encode(), "ort.mjs": runtime[GLUE], "ort.wasm": runtime[WASM]}
     page, *parts = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in (TEMPLATE, *INLINED))
     texts = {"title": html.escape(pipe.name), "files": "\n".join(_elements(files, progress))}

@@ -113,6 +113,8 @@ class Model {
     const model = new Model(), script = new Blob([await readFile("ort.mjs")], { type: "text/javascript" });
     model.config = await readJson("config.json");
     model.tokenizer = new Tokenizer(await readJson("tokenizer.json"));
+    const [height, width] = model.config.grid, { buffer } = await readFile("examples.bin");
+    model.examples = new Examples(new Uint16Array(buffer), await readJson("examples.json"), height * width);
     model.ort = await import(URL.createObjectURL(script));
     Object.assign(model.ort.env.wasm, { numThreads: 1, wasmBinary: await readFile("ort.wasm") });
     model.sessions = {};
@@ -143,34 +145,50 @@ class Model {
     return (await this.sessions.decode.run({ tokens: this.integers(filled, filled[0].length) })).pictures;
   }
 
+  /** Return the scores of pictures for a caption, [M]. */
+  async score(caption, pictures) {
+    const { rerank_len } = this.config, text = this.integers([this.padded(caption, rerank_len)], rerank_len);
+    const { data } = (await this.sessions.score.run({ text, pictures })).scores;
+    if (!data.every(Number.isFinite)) throw new Error(DAMAGED);
+    return data;
+  }
+
+  /** Return the tokens [S] of the example that the prior follows, `PAD` without one: priming.py, `follow_example`. */
+  async example(caption) {
+    const rows = this.examples.about(caption), length = this.config.grid[0] * this.config.grid[1];
+    if (rows.length < 2) return rows[0] || Array(length).fill(PAD);
+    const scores = await this.score(caption, await this.decode(rows));
+    return rows[scores.indexOf(maximum(scores))];
+  }
+
+  /** Return the token ids of a caption, cut or padded. */
+  padded(caption, length) {
+    const ids = this.tokenizer.encode(caption);
+    return Array.from({ length }, (_, i) => (i < ids.length ? ids[i] : PAD));
+  }
+
   /**
    * Draw candidates of a caption. Return its token ids, whether they were cut to the model's length, and, by candidate,
    * tokens, score and pixels [3, H, W].
    * `seed` is a BigInt, a number or a text; `settings` are the sampler's. `onPass(rows)` sees each pass.
    */
   async draw(caption, seed, candidates, settings = {}, onPass = () => {}) {
-    const { grid, text_len, rerank_len, window, sampler, prior_score_weight, size, can_follow } = this.config;
-    const length = grid[0] * grid[1], merged = { ...sampler, ...settings }, ids = this.tokenizer.encode(caption);
-    const padded = (count) => Array.from({ length: count }, (_, i) => (i < ids.length ? ids[i] : PAD));
-    const text = padded(text_len), none = Array(can_follow ? length : 0).fill(PAD);  // no picture to follow
-    const captions = merged.guidance === 1 ? [text] : [text, text.map(() => PAD)], priors = [];
-    for (const row of captions)
-      priors.push(new Prior(this, await this.sessions.prefill.run({
-        text: this.integers([[...row, ...none]], text_len + none.length),
-      })));
+    const { grid, text_len, window, sampler, prior_score_weight, size, can_follow } = this.config;
+    const length = grid[0] * grid[1], merged = { ...sampler, ...settings }, text = this.padded(caption, text_len);
+    const input = [...text, ...(can_follow ? await this.example(caption) : [])], priors = [];
+    for (const row of merged.guidance === 1 ? [input] : [input, input.map(() => PAD)])
+      priors.push(new Prior(this, await this.sessions.prefill.run({ text: this.integers([row], row.length) })));
     const rows = Array.from({ length: candidates }, (_, i) => ({
       candidate: i + 1, uniform: uniformNumbers(candidateSeed(BigInt(seed), i), length),
       tokens: new Int32Array(length).fill(UNSET), first: 0, final: 0, last: -1, logProbability: 0,
     }));
     await generate(priors, merged, rows, grid[1], window, onPass);
     const pictures = await this.decode(rows.map((row) => row.tokens));
-    const rerankText = this.integers([padded(rerank_len)], rerank_len);
-    const { scores } = await this.sessions.score.run({ text: rerankText, pictures });
-    if (!scores.data.every(Number.isFinite)) throw new Error(DAMAGED);
+    const scores = await this.score(caption, pictures);
     const drawings = rows.map(({ candidate, tokens, logProbability }, i) => ({
-      candidate, tokens: Array.from(tokens), score: scores.data[i] + prior_score_weight * logProbability / length,
+      candidate, tokens: Array.from(tokens), score: scores[i] + prior_score_weight * logProbability / length,
       pixels: pictures.data.subarray(i * 3 * size * size, (i + 1) * 3 * size * size),
     }));
-    return { text, cut: ids.length > text_len, settings: merged, drawings };
+    return { text, cut: this.tokenizer.encode(caption).length > text_len, settings: merged, drawings };
   }
 }
