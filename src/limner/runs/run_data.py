@@ -6,7 +6,7 @@ RUN/tokenizer.json   RUN/tokens/   RUN/attribution.json, if the data names the o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,6 @@ class RunData:
     held_out: Source
     out: Path
     parallel: Parallel = field(default_factory=SingleProcess)
-    _read: dict[tuple[str, str], tuple[TokenCache, list[Mapping[str, Any]]]] = field(default_factory=dict, init=False)
 
     @classmethod
     def open(cls, recipe: Recipe, data: str | Path, out: str | Path, parallel: Parallel | None = None) -> RunData:
@@ -125,31 +124,24 @@ class RunData:
         if training and stage.augment:
             pictures = ImageCaptionDataset(source, dvae.config.size, "prior", encoding)
             return EncodedDataset(pictures, partial(_tokens, dvae))
+        subset = source if training else _evaluation_subset(source)
+        cache = self._encode(subset, dvae)
         if not stage.related_by:
-            cache = self._encode(source if training else _evaluation_subset(source), dvae)
             return TokenDataset(cache.tokens, cache.captions, encoding)
-        known = self._described(self.train, dvae)
-        cache, metadata = known if training else self._described(_evaluation_subset(source), dvae)
-        share = stage.related_share if training else 1.0
-        related = Related(known[0].tokens, known[1], stage.related_by, share)
+        known = cache if training else self._encode(self.train, dvae)
+        metadata = [subset.meta(int(i)) for i in cache.indices]
+        known_metadata = metadata if training else [self.train.meta(int(i)) for i in known.indices]
+        related = Related(known.tokens, known_metadata, stage.related_by, stage.related_share if training else 1.0)
         return RelatedTokenDataset(cache.tokens, cache.captions, encoding, metadata, related, training)
 
     def examples(self, dvae: ImageTokenizer) -> Examples | None:
         """Return at most the recipe's number of training pictures, by the subject and style in their first captions."""
         if not (limit := self.recipe.prior.examples):
             return None
-        cache, _ = self._described(self.train, dvae)
+        cache = self._encode(self.train, dvae)
         rows = _evenly_spaced(len(cache), limit)
         subjects, _, styles = zip(*(cache.captions[row][0].partition(",") for row in rows), strict=True)
         return Examples(np.asarray(cache.tokens)[rows], subjects, styles)
-
-    def _described(self, source: Source, dvae: ImageTokenizer) -> tuple[TokenCache, list[Mapping[str, Any]]]:
-        """Return the tokens and the metadata of a source; those of the training data are read once."""
-        key = (weights_hash(dvae), source.fingerprint())
-        if key not in self._read:
-            cache = self._encode(source, dvae)
-            self._read[key] = cache, [source.meta(int(i)) for i in cache.indices]
-        return self._read[key]
 
     def _encode(self, source: Source, dvae: ImageTokenizer) -> TokenCache:
         """Return the tokens of a source, from the cache or by the dVAE."""
