@@ -207,17 +207,19 @@ def _training_step(options: GraphOptions) -> TrainingStep:
         resolved = resolve(load_json(Recipe, run / "recipe.json"), vocab)
         if name not in resolved.stages:
             raise UserError(f"the run in {run} trains no {name}: choose {', '.join(resolved.stages)}")
-        model, objective = resolved.models[name], resolved.stages[name].objective
-        training = resolved.stages[name].training
+        model, stage = resolved.models[name], resolved.stages[name]
+        objective, training, distractors = stage.objective, stage.training, getattr(stage, "distractors", 0)
     else:
         model = bundles.load_model(options.model, name).config
-        objective, training = OBJECTIVES[type(model)](), TrainConfig(steps=1)
+        objective, training, distractors = OBJECTIVES[type(model)](), TrainConfig(steps=1), 0
     if options.precision:
         training = replace(training, precision=from_dict(TrainingPrecision, options.precision, "--precision"))
     if options.checkpointing:
         training = replace(training, checkpoint_activations=True)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return TrainingStep(model=model, objective=objective, training=training, samples=options.samples, device=device)
+    return TrainingStep(
+        model=model, objective=objective, training=training, samples=options.samples, distractors=distractors,
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+    )  # fmt: skip
 
 
 def _records(run: Path, file: str) -> dict[str, Path]:

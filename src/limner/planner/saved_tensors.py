@@ -47,6 +47,7 @@ class TrainingStep:
     Args:
         model: configuration of the model.
         samples: size of the micro-batch.
+        distractors: wrong captions of each picture.
     """
 
     model: Any
@@ -54,6 +55,7 @@ class TrainingStep:
     training: TrainConfig
     samples: int
     device: torch.device
+    distractors: int = 0
 
     def state(self, int8_inputs: bool = False) -> TrainState:
         """Return a new state with random weights. `int8_inputs` converts the layers of the blocks to SwitchBackM, and
@@ -70,7 +72,7 @@ class TrainingStep:
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             run = self.state(int8_inputs)
             scaling(run)  # installs its hooks on the model
-            batch = random_batch(self.model, self.samples, self.device)
+            batch = random_batch(self.model, self.samples, self.distractors, self.device)
 
             def loss() -> Tensor:
                 torch.manual_seed(0)
@@ -110,7 +112,7 @@ def _by_resblock(graph: AutogradGraph, names: list[str]) -> dict[str, int]:
     return sizes
 
 
-def random_batch(model: Any, samples: int, device: torch.device) -> Batch:
+def random_batch(model: Any, samples: int, distractors: int = 0, device: torch.device | str = "cpu") -> Batch:
     """Return a batch for the objective of a model's configuration. Captions are unpadded."""
 
     def integers(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -120,5 +122,8 @@ def random_batch(model: Any, samples: int, device: torch.device) -> Batch:
     if isinstance(model, TransformerConfig | CLIPConfig):
         batch["text"] = integers(model.text_vocab, model.text_len)
     if isinstance(model, TransformerConfig):
-        return batch | {"image": integers(model.image_vocab, prod(model.grid))}
+        names = ("image", "given") if model.condition_blocks else ("image",)
+        return batch | {name: integers(model.image_vocab, prod(model.grid)) for name in names}
+    if distractors:
+        batch["distractors"] = integers(model.text_vocab, distractors, model.text_len)
     return batch | {"pixels": integers(256, 3, model.size, model.size, dtype=torch.uint8)}

@@ -46,10 +46,10 @@ def check_memory(recipe: ResolvedRecipe, stages: Sequence[str]) -> None:
 
 def saved_bytes(recipe: ResolvedRecipe, name: str, stage: AnyStage, samples: int, device: torch.device) -> int:
     """Return the bytes of activations that a stage saves for a micro-batch of `samples`."""
-    step = TrainingStep(
-        model=recipe.models[name], objective=stage.objective, training=stage.training, samples=samples, device=device
-    )
-    return step.graph().nbytes("activation")
+    return TrainingStep(
+        model=recipe.models[name], objective=stage.objective, training=stage.training, samples=samples, device=device,
+        distractors=getattr(stage, "distractors", 0),
+    ).graph().nbytes("activation")  # fmt: skip
 
 
 def _physical_memory() -> float:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from limner.planner.saved_tensors import random_batch
 from limner.recipes.recipe import STAGE_TITLES, AnyStage, ResolvedRecipe
 from limner.runs.parallel_stage import trains_in_parallel
 from limner.training.checkpoint import completed, step_of
@@ -27,7 +28,7 @@ _MIN_STEPS = 100  # shorter stages are not timed
 _MAX_FLOPS = 5e11  # FLOPs per sample, at most, of a timed stage: some seconds on a slow processor
 _SECONDS_PER_DAY = 86_400
 
-Batches = Callable[[int], dict[str, Tensor]]
+Batches = Callable[[int], Mapping[str, Tensor]]
 
 
 def print_estimate(recipe: ResolvedRecipe, out: Path, stages: Sequence[str], fallback: str | None = None) -> None:
@@ -111,22 +112,14 @@ def flops_per_sample(recipe: ResolvedRecipe, name: str) -> float:
 
 def timing_inputs(recipe: ResolvedRecipe, name: str) -> tuple[nn.Module, AnyStage, Batches]:
     """Return the model of a stage, the stage, and a function that generates random batches of a given size."""
-    stage, text, dvae = recipe.stages[name], recipe.recipe.text, recipe.models["dvae"]
-    encoder = dvae.build() if name == "prior" and stage.augment else None
+    stage, config = recipe.stages[name], recipe.models[name]
+    encoder = recipe.models["dvae"].build() if name == "prior" and stage.augment else None
 
-    def batches(n: int) -> dict[str, Tensor]:
-        pixels = torch.randint(0, 256, (n, 3, dvae.size, dvae.size), dtype=torch.uint8)
-        if name == "dvae":
-            return {"pixels": pixels}
-        batch = {"text": torch.randint(0, text.vocab, (n, text.length))}
-        if name == "prior":  # with augmentation, each step encodes its pictures
-            image = encoder.tokenize(pixels) if encoder else torch.randint(0, dvae.vocab, (n, prod(dvae.grid)))
-            return {**batch, "image": image, **({"given": image} if recipe.models[name].condition_blocks else {})}
-        if distractors := recipe.recipe.contrastive.distractors:
-            batch["distractors"] = torch.randint(0, text.vocab, (n, distractors, text.length))
-        return {**batch, "pixels": pixels}
+    def batches(n: int) -> Mapping[str, Tensor]:
+        batch = random_batch(config, n, getattr(stage, "distractors", 0))
+        return {**batch, "image": encoder.tokenize(random_batch(encoder.config, n)["pixels"])} if encoder else batch
 
-    return recipe.models[name].build(), stage, batches
+    return config.build(), stage, batches
 
 
 def seconds_per_step(

@@ -24,6 +24,18 @@ def test_saved_bytes_of_a_batch_follow_from_one_and_two_samples(name):
     assert seven == pytest.approx(one + 6 * (two - one), rel=0.05)
 
 
+@pytest.mark.parametrize("name", ["prior", "contrastive"])
+def test_given_pictures_and_distractors_count(name):
+    """Both double the tokens that blocks read, at least of some blocks."""
+    plain = replace(tiny_recipe(), contrastive=replace(tiny_recipe().contrastive, distractors=0))
+    prior = replace(plain.prior, model=replace(plain.prior.model, condition_blocks=2), related_by=("subject",))
+    more = replace(plain, prior=prior, contrastive=replace(plain.contrastive, distractors=3))
+    without, with_more = (
+        saved_bytes(recipe, name, recipe.stages[name], 2, torch.device("cpu")) for recipe in map(resolve, (plain, more))
+    )
+    assert with_more > 1.2 * without
+
+
 def test_a_batch_larger_than_the_memory_is_one_sentence_with_a_number_that_fits(monkeypatch):
     recipe = tiny_recipe()
     training = replace(recipe.prior.training, batch_size=64)
