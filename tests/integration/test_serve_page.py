@@ -94,6 +94,45 @@ def test_the_page_draws_what_the_library_draws_and_edits_and_varies(server, page
     assert np.abs(before[:corner].astype(int) - after[:corner].astype(int)).mean() < 64  # far from the paint
 
 
+UPLOAD = """{
+  const bytes = Uint8Array.from(atob("%s"), (c) => c.charCodeAt(0)), files = new DataTransfer();
+  files.items.add(new File([bytes], "icon", { type: "%s" }));
+  document.getElementById("upload").files = files.files;
+  document.getElementById("upload").dispatchEvent(new Event("change"));
+}"""
+
+
+def upload(page: Page, data: bytes, kind: str) -> None:
+    page.evaluate(UPLOAD % (base64.b64encode(data).decode(), kind))
+
+
+def test_a_picture_of_the_disk_is_followed(tmp_path):
+    torch.manual_seed(0)
+    folder = tiny_pipe(condition_blocks=1).save_pretrained(tmp_path / "tiny")
+    picture = Image.effect_noise((384, 384), 99).convert("RGB")
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    with serve(folder) as server, open_page(f"http://127.0.0.1:{server.port}/", tmp_path / "profile") as page:
+        page.wait(f"{STATUS} === 'Ready.'")
+        pipe = limner.load(folder)
+        upload(page, file.getvalue(), "image/png")
+        page.wait("!document.getElementById('edit').hidden")
+        assert not page.evaluate("document.getElementById('follow-row').hidden")
+        draw(page, "a blue square", 3)
+        expected = pipe("a blue square", n=2, candidates=16, seed=3, prompt_tokens=pipe.like(picture))
+        assert all(np.array_equal(a, saved(b)) for a, b in zip(pictures(page), expected, strict=True))
+        page.evaluate("document.getElementById('follow').click()")  # now the lower half is drawn
+        draw(page, "a blue square", 3)
+        half = pipe.prime(picture, pipe.prior.config.grid[0] // 2)
+        expected = pipe("a blue square", n=2, candidates=16, seed=3, prompt_tokens=half)
+        assert all(np.array_equal(a, saved(b)) for a, b in zip(pictures(page), expected, strict=True))
+        svg = b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 2 1"><rect width="1" height="1" fill="red"/></svg>'
+        upload(page, svg, "image/svg+xml")
+        page.wait("edited && edited.painted.length === 0 && edited.image.naturalWidth === 384")
+        upload(page, b"no picture", "image/png")
+        page.wait("document.getElementById('error').textContent.includes('is not a picture')")
+
+
 def test_errors_are_shown_and_announced(server, page):
     page.evaluate(
         "document.getElementById('caption').value = 'a', document.getElementById('model').innerHTML = '<option>x'"

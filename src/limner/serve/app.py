@@ -46,7 +46,6 @@ _PAGE = {
     "/page.css": ([SHARED / "page.css", _FOLDER / "page.css"], "text/css"),
 }
 _NOT_MULTIPART = "send multipart/form-data with one `image` and `prompt`"
-_log = logging.getLogger("limner.serve")
 Policy = Callable[[str], str | None]
 Edit = tuple[bytes, bytes | None, int | None]  # picture, mask and rows of tokens to keep
 
@@ -119,23 +118,22 @@ class Routes:
         return await self._draw(body, http, "image_generation", None)
 
     async def edits(self, http: HttpRequest) -> Response:
-        """Redraw a part of a picture: the transparent or light part of `mask`, or all below `keep_rows`."""
+        """Redraw a part of a picture: the transparent or light part of `mask`, or all below `keep_rows`. Without both,
+        draw another picture like it if the model can, otherwise the lower half."""
         try:
             async with http.form(max_files=3, max_fields=50) as form:
-                files = {key: value for key, value in form.multi_items() if isinstance(value, UploadFile)}
                 values = {key: value for key, value in form.multi_items() if isinstance(value, str)}
-                images = [*form.getlist("image"), *form.getlist("image[]")]
+                images, mask = [*form.getlist("image"), *form.getlist("image[]")], form.get("mask")
                 if len(images) != 1 or not isinstance(images[0], UploadFile):
                     raise UserError(_NOT_MULTIPART)
-                picture, mask = await images[0].read(), await files["mask"].read() if "mask" in files else None
+                picture, mask = await images[0].read(), await mask.read() if isinstance(mask, UploadFile) else None
         except (HTTPException, AssertionError):
             raise UserError(_NOT_MULTIPART) from None
         keep_rows = values.pop("keep_rows", None)
         body = Generate.model_validate_strings(values, strict=False)
         if keep_rows is not None and not keep_rows.isdecimal():
             raise UserError(f"keep_rows is a number of rows of tokens, not {keep_rows[:40]!r}")
-        rows = None if keep_rows is None else int(keep_rows[:9])
-        return await self._draw(body, http, "image_edit", (picture, mask, rows))
+        return await self._draw(body, http, "image_edit", (picture, mask, int(keep_rows[:9]) if keep_rows else None))
 
     async def _draw(self, body: Generate, http: HttpRequest, prefix: str, edit: Edit | None) -> Response:
         service = self._service(body.model)
@@ -165,7 +163,7 @@ class Routes:
         except Exception as error:
             answer = described(error)
             if answer[0] == 500:
-                _log.exception("a stream failed")
+                logging.getLogger("limner.serve").exception("a stream failed")
             yield f"event: error\ndata: {error_body(*answer).model_dump_json()}\n\n"
 
     def _event(self, service: Service, event: Any) -> str:
@@ -219,14 +217,13 @@ def static(content: bytes, kind: str) -> Callable[[], Response]:
 
 
 def _model(service: Service) -> Model:
-    about = str(service.pipe.info.get("about") or "")
-    return Model(id=service.name, created=service.created, about=about, size=service.pipe.size)
+    pipe, follows = service.pipe, service.pipe.prior.config.condition_blocks > 0
+    about = str(pipe.info.get("about") or "")
+    return Model(id=service.name, created=service.created, about=about, size=pipe.size, follows=follows)
 
 
 def _prime(pipe: TextToImage, picture: bytes, mask: bytes | None, keep_rows: int | None) -> Any:
-    """Return the prompt tokens [S] of an edit. Without a mask and rows, the upper half stays."""
-    if mask is None and keep_rows is None:
-        keep_rows = pipe.prior.config.grid[0] // 2
+    """Return the prompt tokens of an edit, [S], or [2 S] to follow the picture."""
     images = []
     for name, data in (("image", picture), ("mask", mask)):
         try:
@@ -235,6 +232,10 @@ def _prime(pipe: TextToImage, picture: bytes, mask: bytes | None, keep_rows: int
             raise UserError(f"{name} is not a usable picture: {rejected.reason}") from None
     if mask is not None and (alpha := _alpha(mask)):
         images[1] = alpha.point(lambda value: 255 if value == 0 else 0)
+    if mask is None and keep_rows is None:
+        if pipe.prior.config.condition_blocks:
+            return pipe.like(images[0])[0].cpu()
+        keep_rows = pipe.prior.config.grid[0] // 2
     return pipe.prime(images[0], keep_rows, images[1])[0].cpu()
 
 
@@ -266,16 +267,15 @@ async def _until_disconnect(http: HttpRequest, drawing: Coroutine[Any, Any, Imag
 
 async def _with_keepalives(events: AsyncGenerator[Any], timeout: float) -> AsyncGenerator[Any]:
     """Yield the events, and None after seconds without one. Raises `TimeoutError` after `timeout` seconds."""
-    loop = asyncio.get_running_loop()
-    end, pending = loop.time() + timeout, None
+    end, pending = time.monotonic() + timeout, None
     try:
         while True:
             pending = pending or asyncio.ensure_future(anext(events))
-            seconds = min(KEEPALIVE_SECONDS, end - loop.time())
+            seconds = min(KEEPALIVE_SECONDS, end - time.monotonic())
             if (await asyncio.wait([pending], timeout=max(0, seconds)))[0]:
                 done, pending = pending, None
                 yield done.result()
-            elif loop.time() >= end:
+            elif time.monotonic() >= end:
                 raise TimeoutError
             else:
                 yield None

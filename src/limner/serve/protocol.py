@@ -147,7 +147,7 @@ class Completed(BaseModel):
 
 
 class Model(BaseModel):
-    """A model that the server draws with."""
+    """A model that the server draws with. If it `follows`, an edit without a mask follows the picture."""
 
     id: str
     object: Literal["model"] = "model"
@@ -155,6 +155,7 @@ class Model(BaseModel):
     owned_by: str = "limner"
     about: str = ""
     size: int
+    follows: bool
 
 
 class Models(BaseModel):

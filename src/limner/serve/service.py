@@ -91,12 +91,10 @@ class Service:
                     model=self.name,
                 )  # fmt: skip
                 data, size = self._encode(body, drawing)
-                partials.append(
-                    PartialImage(
-                        type=f"{prefix}.partial_image", b64_json=data, created_at=int(time.time()), size=size,
-                        output_format=body.output_format, partial_image_index=counts[i], image_index=i,
-                    )
-                )  # fmt: skip
+                partials.append(PartialImage(
+                    type=f"{prefix}.partial_image", b64_json=data, created_at=int(time.time()), size=size,
+                    output_format=body.output_format, partial_image_index=counts[i], image_index=i,
+                ))  # fmt: skip
                 counts[i] += 1
         return partials
 

@@ -1,10 +1,13 @@
 """Answers of the application in this process: errors, limits of the guard, warnings, counters."""
 
 import asyncio
+import base64
+import io
 import logging
 
 import pytest
 from fastapi.testclient import TestClient
+from PIL import Image
 from starlette.requests import ClientDisconnect
 
 from limner.serve import app as app_module, security
@@ -51,6 +54,19 @@ def test_an_edit_has_one_picture(client, names):
     files = [(name, ("a.png", b"", "image/png")) for name in names] or [("mask", ("a.png", b"", "image/png"))]
     answer = client.post("/v1/images/edits", data={"prompt": "a"}, files=files)
     assert answer.status_code == 400 and "with one `image`" in answer.json()["error"]["message"]
+
+
+def test_an_edit_without_a_mask_follows_the_picture_if_the_model_can():
+    pipe, picture = tiny_pipe(condition_blocks=1), Image.effect_noise((24, 24), 99).convert("RGB")
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    with TestClient(create_app({"tiny": pipe}), base_url="http://localhost") as client:
+        fields = {"prompt": "a red circle", "seed": "5", "candidates": "4"}
+        answer = client.post("/v1/images/edits", data=fields, files={"image": ("a.png", file.getvalue(), "image/png")})
+        assert client.get("/v1/models/tiny").json()["follows"]
+    sent = Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"])))
+    expected = pipe("a red circle", seed=5, candidates=4, prompt_tokens=pipe.like(picture))[0]
+    assert sent.tobytes() == Image.open(io.BytesIO(expected.png())).tobytes()
 
 
 @pytest.mark.parametrize("path", [GENERATIONS, "/v1/images/edits"])

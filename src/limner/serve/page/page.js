@@ -8,7 +8,8 @@ const element = (name, properties = {}, ...children) => {
 const MAX_HISTORY = 30;  // requests on the page
 const BRUSH = 0.09;  // of the side of a picture
 let running = null;  // AbortController of the present request
-let edited = null;  // { image, data }: the picture to redraw a part of
+let edited = null;  // { image, data, painted }: the picture to redraw a part of, or to follow
+let models = [];  // as the server describes them
 
 const headers = () => ($("key").value ? { Authorization: `Bearer ${$("key").value}` } : {});
 
@@ -36,6 +37,9 @@ async function readEvents(response, handle) {
   }
 }
 
+const model = () => models.find(({ id }) => id === $("model").value);
+const follows = () => Boolean(model()?.follows && $("follow").checked);
+
 function say(text) { $("status").textContent = text; }
 
 function fail(error) {
@@ -54,7 +58,10 @@ function show(shown, event) {
   image.src = source;
   if (!event.type.endsWith(".completed")) return;
   image.alt = `${caption}: seed ${event.seed}, candidate ${event.candidate}`;
-  const edit = element("button", { type: "button", textContent: "Edit", onclick: () => startEdit(caption, event.b64_json) });
+  const edit = element("button", { type: "button", textContent: "Edit", onclick: () => {
+    $("upload").value = "";
+    startEdit(caption, event.b64_json);
+  } });
   const vary = element("button", { type: "button", textContent: "Vary", onclick: () => {
     $("caption").value = caption;
     $("seed").value = String(event.seed + 1);
@@ -95,7 +102,7 @@ async function request(caption) {
   const form = new FormData();
   for (const [key, value] of Object.entries(fields)) form.append(key, String(value));
   form.append("image", new Blob([Uint8Array.from(atob(edited.data), (c) => c.charCodeAt(0))], { type: "image/png" }), "image.png");
-  form.append("mask", await maskFile(), "mask.png");
+  if (!follows()) form.append("mask", await maskFile(), "mask.png");
   return answer("v1/images/edits", { ...options, body: form });
 }
 
@@ -154,6 +161,7 @@ function showMask() {
   context.imageSmoothingEnabled = false;
   context.drawImage(edited.image, 0, 0, side, side);
   context.fillStyle = "#0b6b63aa";
+  if (follows()) return;
   if (rows) context.fillRect(0, rows * side, side, side);
   else for (const [x, y] of edited.painted) brush(context, x, y, side);
 }
@@ -171,8 +179,36 @@ function startEdit(caption, data) {
   };
 }
 
+/** Show what the chosen model can do. */
+function showModel() {
+  $("about").textContent = model()?.about ?? "";
+  $("follow-row").hidden = !model()?.follows;
+  if (edited) showMask();
+}
+
+/** Edit a picture of the disk: its central square, on white. */
+function upload() {
+  const [file] = $("upload").files, reader = new FileReader(), image = element("img");
+  if (!file) return;
+  const unusable = () => fail(new Error(`The file ${file.name} is not a picture that this browser reads: choose another one.`));
+  image.onerror = reader.onerror = unusable;
+  reader.onload = () => { image.src = reader.result; };
+  image.onload = () => {
+    const side = $("mask").width, canvas = element("canvas", { width: side, height: side });
+    const context = canvas.getContext("2d"), { naturalWidth: width, naturalHeight: height } = image;
+    const scale = side / Math.min(width || side, height || side), size = [(width || side) * scale, (height || side) * scale];
+    context.fillStyle = "white";
+    context.fillRect(0, 0, side, side);
+    context.drawImage(image, (side - size[0]) / 2, (side - size[1]) / 2, ...size);
+    fail(null);
+    startEdit($("caption").value, canvas.toDataURL("image/png").split(",")[1]);
+  };
+  reader.readAsDataURL(file);
+}
+
 function leaveEdit() {
   edited = null;
+  $("upload").value = "";
   $("edit").hidden = true;
   $("draw").textContent = "Draw";
 }
@@ -181,6 +217,7 @@ function paint(event) {
   if (!edited || !event.buttons) return;
   const box = $("mask").getBoundingClientRect();
   $("rows").value = "0";
+  $("follow").checked = false;
   edited.painted.push([(event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height]);
   showMask();
 }
@@ -188,11 +225,9 @@ function paint(event) {
 async function start() {
   fail(null);
   try {
-    const { data } = await (await answer("v1/models")).json();
-    $("model").replaceChildren(...data.map(({ id }) => element("option", { value: id, textContent: id })));
-    const about = () => { $("about").textContent = data.find(({ id }) => id === $("model").value)?.about ?? ""; };
-    $("model").onchange = about;
-    about();
+    models = (await (await answer("v1/models")).json()).data;
+    $("model").replaceChildren(...models.map(({ id }) => element("option", { value: id, textContent: id })));
+    showModel();
     say("Ready.");
   } catch (error) {
     fail(error);
@@ -203,7 +238,10 @@ $("form").addEventListener("submit", draw);
 $("stop").addEventListener("click", () => running?.abort());
 $("key").addEventListener("change", start);
 $("leave").addEventListener("click", leaveEdit);
-$("rows").addEventListener("input", showMask);
+$("model").addEventListener("change", showModel);
+$("upload").addEventListener("change", upload);
+$("follow").addEventListener("change", showMask);
+$("rows").addEventListener("input", () => { $("follow").checked = false; showMask(); });
 $("clear").addEventListener("click", () => { edited.painted = []; showMask(); });
 for (const kind of ["pointerdown", "pointermove"]) $("mask").addEventListener(kind, paint);
 start();
