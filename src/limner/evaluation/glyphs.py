@@ -6,12 +6,13 @@ A classifier of styles, trained on training icons only, reads the style. Its acc
 is the ceiling. For held-out combinations the table also has these rows:
 
 - copies instead of drawings: the training icon of the subject in the nearest other style;
-- drawings from captions alone, if the bundle has pictures to follow; else, if the model can follow a picture, drawings
-  that follow these copies;
+- drawings from captions alone, if the bundle has pictures to follow;
 - real icons through the dVAE: the ceiling of the nearest icon.
 
 A set often shows a held-out subject in another variant ("thin" where "bold" is held out). A second table has the
 captions whose set lacks the subject in training in all variants.
+
+`evaluate_variants` asks for another look of an icon that is given, in sets that no training saw.
 
 Shapes: B captions, M icons of a style, H x W pixels.
 """
@@ -21,6 +22,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import permutations
 from math import prod
 
 import numpy as np
@@ -28,6 +31,7 @@ import torch
 from torch import Tensor
 
 from limner.errors import UserError
+from limner.evaluation.generate_batches import to_image
 from limner.evaluation.icon_classifier import IconClassifier, LabeledIcons
 from limner.evaluation.icon_pictures import SPLITS, Icons
 from limner.evaluation.icons import baselines
@@ -40,7 +44,6 @@ from limner.sampling.generation_config import UNSET
 
 _PER_STYLE = 300  # most training icons of a style for the classifier
 _TOP = 5
-_BATCH = 64  # pictures that the dVAE encodes together
 _TOLERANCE = 1e-3  # between squared errors to equal icons, from rounding
 
 
@@ -87,9 +90,15 @@ class StyleRanks:
             ranks[rows] = (errors < own - _TOLERANCE).sum(1).numpy()
         return ranks
 
-    def chance(self, targets: Sequence[int]) -> float:
-        """Return the mean probability that a random icon of the style is the target's."""
-        return float(np.mean([1 / len(self.by_style[self.styles[t]]) for t in targets]))
+    def verdicts(self, pictures: Tensor, targets: Sequence[int]) -> Verdicts:
+        """Return whether the target is the nearest icon of its style, or among the nearest ones."""
+        ranks = self(pictures, targets)
+        return {"subject": ranks == 0, f"top {_TOP}": ranks < _TOP}
+
+    def chances(self, targets: Sequence[int]) -> dict[str, float]:
+        """Return the mean probability that a random icon of the style is right, by respect."""
+        chance = float(np.mean([1 / len(self.by_style[self.styles[t]]) for t in targets]))
+        return {"subject": chance, f"top {_TOP}": _TOP * chance}
 
 
 def evaluate(
@@ -108,26 +117,24 @@ def evaluate(
     targets, ranks = references.targets(split, settings), StyleRanks(icons)
 
     def verdict(pictures: Tensor, targets: Sequence[int]) -> Verdicts:
-        rank, (_, styles) = ranks(pictures, targets), classifier.classify(pictures)
+        subject, (_, styles) = ranks.verdicts(pictures, targets), classifier.classify(pictures)
         style = np.array([icons.styles[t] == name for t, name in zip(targets, styles, strict=True)])
-        return {"subject": rank == 0, f"top {_TOP}": rank < _TOP, "style": style, "both": (rank == 0) & style}
+        return {**subject, "style": style, "both": subject["subject"] & style}
 
     rows, drawings = draw_and_compare(pipe, references, targets, verdict, settings, progress)
     sheet = sheet_rows(references, targets, drawings, rows[f"best of {settings.candidates}"]["subject"])
     copies = icons.nearest_style_copies(targets) if split == "combination" else []
-    if copies and pipe.prior.config.condition_blocks:
-        way, tokens = "from captions alone", torch.full((len(targets), prod(pipe.dvae.config.grid)), UNSET)
-        if not pipe.examples:
-            way, tokens = "following a copy", _follow(pipe, icons, copies)
-        drawn, _ = draw_and_compare(pipe, references, targets, verdict, settings, None, tokens)
-        rows |= {f"{name}, {way}": verdicts for name, verdicts in drawn.items()}
+    if copies and pipe.examples:
+        alone = torch.full((len(targets), prod(pipe.dvae.config.grid)), UNSET)
+        drawn, _ = draw_and_compare(pipe, references, targets, verdict, settings, None, alone)
+        rows |= {f"{name}, from captions alone": verdicts for name, verdicts in drawn.items()}
     rows |= baselines(pipe, icons, targets, copies, verdict)
 
     def result(name: str, cases: Sequence[int], sheet: Sequence[SheetRow] = ()) -> EvalResult:
         shown = [targets[i] for i in cases]
         verdicts = {row: {respect: values[cases] for respect, values in of_row.items()} for row, of_row in rows.items()}
-        chance, style = ranks.chance(shown), 1 / len(classifier.styles)
-        chances = {"subject": chance, f"top {_TOP}": _TOP * chance, "style": style, "both": chance * style}
+        chances, style = ranks.chances(shown), 1 / len(classifier.styles)
+        chances |= {"style": style, "both": chances["subject"] * style}
         return comparison_result(name, pipe, references, shown, settings, verdicts, chances, sheet)
 
     trained = {(icons.sets[i], references.keys[i]) for i in references.split_indices("train")}
@@ -136,11 +143,27 @@ def evaluate(
     return [*results, result("icons that the set lacks", lacking)] if split == "combination" and lacking else results
 
 
-def _follow(pipe: TextToImage, icons: Icons, copies: Sequence[int | None]) -> Tensor:
-    """Return prompt tokens [B, 2 S] to follow the copies of the baseline; all `UNSET` without one."""
-    tokens = torch.cat([
-        pipe.dvae.tokenize(icons.references.pictures[part].to(pipe.device))
-        for part in torch.tensor([copy or 0 for copy in copies]).split(_BATCH)
-    ])  # fmt: skip
-    tokens[torch.tensor([copy is None for copy in copies])] = UNSET
-    return torch.cat([torch.full_like(tokens, UNSET), tokens], 1)
+def evaluate_variants(
+    pipe: TextToImage, icons: Icons, settings: ReferenceSettings, progress: Advance | None = None
+) -> list[EvalResult]:
+    """Give icons of sets that no training saw, and ask for another look of each, as in "the same, filled".
+
+    Returns no result if the model cannot follow a picture, or no such set has a subject in two looks.
+    """
+    real, ranks, variants = icons.references, StyleRanks(icons), defaultdict[tuple[str, str], list[int]](list)
+    for i in real.split_indices("set"):
+        variants[icons.sets[i], real.keys[i]].append(i)
+    pairs = [(a, b) for same in variants.values() for a, b in permutations(same, 2) if icons.looks[a] != icons.looks[b]]
+    if not pairs or not pipe.prior.config.condition_blocks:
+        return []
+    chosen = np.random.default_rng(settings.seed).permutation(len(pairs))[: settings.captions]
+    given, targets = ([pairs[i][side] for i in chosen] * settings.repeats for side in (0, 1))
+    asked = replace(real, captions=[f"the same, {look}" for look in icons.looks])
+    tokens = torch.cat([pipe.like(to_image(real.pictures[i])) for i in given])
+    rows, drawings = draw_and_compare(pipe, asked, targets, ranks.verdicts, settings, progress, tokens)
+    drawn = sheet_rows(asked, targets, drawings, rows[f"best of {settings.candidates}"]["subject"])
+    pictures = ([*row.pictures, (to_image(real.pictures[i]), "given")] for row, i in zip(drawn, given, strict=True))
+    sheet = [replace(row, pictures=shown) for row, shown in zip(drawn, pictures, strict=True)]
+    rows["the given icons"] = ranks.verdicts(real.pictures[given], targets)
+    title, chances = "other looks of icons of unseen sets", ranks.chances(targets)
+    return [comparison_result(title, pipe, asked, targets, settings, rows, chances, sheet)]

@@ -48,6 +48,7 @@ class Icons:
         references: the M single pictures. A key is the subject, a family the subject without its skin tone, a split one
             of `SPLITS`.
         styles, sets: of the single pictures, [M].
+        looks: what distinguishes the single pictures from variants of the same set, such as "filled", [M].
         pairs: the P held-out pairs. A split is the kind of the lower half: "style", "upside down", ...
         pair_styles: of the lower halves, [P].
     """
@@ -55,6 +56,7 @@ class Icons:
     references: ReferenceSet
     styles: list[str]
     sets: list[str]
+    looks: list[str]
     pairs: ReferenceSet
     pair_styles: list[str]
 
@@ -87,6 +89,7 @@ class Icons:
             references(single, lambda m: m.get("held_out", "combination") if m.get("split") == "held-out" else "train"),
             [str(meta[i]["style"]) for i in single],
             [str(meta[i].get("set")) for i in single],
+            [str(meta[i].get("look", "")) for i in single],
             references(pairs, lambda m: m["pair"].get("kind")),
             [str(meta[i]["pair"].get("style", meta[i]["style"])) for i in pairs],
         )

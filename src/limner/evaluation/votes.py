@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -101,7 +101,7 @@ def tables(votes: Sequence[Vote]) -> list[EvalResult]:
 
 
 def _results(votes: Sequence[Vote], who: str) -> list[EvalResult]:
-    majorities, strengths, by_question = {}, {}, _by_question(votes)
+    majorities, strengths, by_question = {}, {}, _group(votes, lambda vote: vote.question)
     for question in filter(by_question.get, QUESTIONS):
         asked = by_question[question]
         for names, group in _by_models(asked):
@@ -120,7 +120,8 @@ def _results(votes: Sequence[Vote], who: str) -> list[EvalResult]:
 
 def _majority(votes: Sequence[Vote], model: str) -> dict[str, Estimate]:
     """Return the share of decided pairs that `model` won, if there are any; a pair without a majority is undecided."""
-    wins, pairs = [], _by_pair(votes)
+    wins, groups = [], _group(votes, lambda vote: vote.pair)
+    pairs = {pair: [_chosen(vote) for vote in group] for pair, group in groups.items()}
     for choices in pairs.values():
         counts = Counter({"equal": 0, **Counter(choices)})
         (best, most), *others = counts.most_common()
@@ -139,7 +140,8 @@ def _majority(votes: Sequence[Vote], model: str) -> dict[str, Estimate]:
 def _voters(votes: Sequence[Vote]) -> dict[str, dict[str, Estimate]]:
     """Return each voter's checks. "careless" is 1 for voters that miss checks, vote too fast or at random."""
     rows = {}
-    by_pair = {question: _group(group, lambda vote: vote.pair) for question, group in _by_question(votes).items()}
+    by_question = _group(votes, lambda vote: vote.question)
+    by_pair = {question: _group(group, lambda vote: vote.pair) for question, group in by_question.items()}
     for name, own in sorted(_group(votes, lambda vote: vote.voter).items()):
         checks = [vote.choice == "first" for vote in own if vote.second == CHECK and vote.question == "realism"]
         agreed = []
@@ -167,14 +169,6 @@ def _voters(votes: Sequence[Vote]) -> dict[str, dict[str, Estimate]]:
 
 def _chosen(vote: Vote) -> str:
     return {"first": vote.first, "second": vote.second, "equal": "equal"}[vote.choice]
-
-
-def _by_pair(votes: Sequence[Vote]) -> Mapping[str, list[str]]:
-    return {pair: [_chosen(vote) for vote in group] for pair, group in _group(votes, lambda v: v.pair).items()}
-
-
-def _by_question(votes: Sequence[Vote]) -> Mapping[str, list[Vote]]:
-    return _group(votes, lambda vote: vote.question)
 
 
 def _by_models(votes: Sequence[Vote]) -> Iterable[tuple[tuple[str, str], list[Vote]]]:

@@ -34,7 +34,8 @@ class BoxSet(NamedTuple):
 def mean_average_precision(detected: Sequence[BoxSet], truth: Sequence[BoxSet]) -> dict[str, float]:
     """Return "mAP@50" and "mAP" (at 0.5 to 0.95) over all classes with a true box, NaN without any; a set for each
     picture."""
-    classes = np.unique(np.concatenate([_labels(item) for item in truth] or [np.empty(0, int)])).tolist()
+    labels = [item.labels if item.groups is None else item.labels[~item.groups] for item in truth]
+    classes = np.unique(np.concatenate([np.empty(0, int), *labels])).tolist()
     if not classes:
         return {"mAP@50": float("nan"), "mAP": float("nan")}
     table = np.array([average_precision(detected, truth, label) for label in classes])
@@ -57,11 +58,6 @@ def average_precision(detected: Sequence[BoxSet], truth: Sequence[BoxSet], label
     order = np.argsort(-np.concatenate(scores), kind="stable")
     outcome = np.concatenate(outcomes, 1)[:, order]
     return np.array([_area(row[row >= 0], total) for row in outcome])
-
-
-def _labels(item: BoxSet) -> np.ndarray:
-    """Return the labels of a picture without its groups."""
-    return item.labels if item.groups is None else item.labels[~item.groups]
 
 
 def _overlaps(boxes: np.ndarray, truth: np.ndarray, groups: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ Shapes: B batch, C channels, H x W pixels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ Pool = Callable[[Tensor], Tensor]
 class ConvNorm(nn.Module):
     """Convolution without bias, batch norm, ReLU."""
 
-    def __init__(self, channels: int, out: int, kernel: Size, stride: int = 1, padding: Size = 0) -> None:
+    def __init__(self, channels: int, out: int, kernel: Size, stride: int = 1, padding: Size | str = 0) -> None:
         super().__init__()
         self.conv = nn.Conv2d(channels, out, kernel, stride, padding, bias=False)
         self.bn = nn.BatchNorm2d(out, eps=1e-3)
@@ -32,16 +33,9 @@ class ConvNorm(nn.Module):
         return F.relu(self.bn(self.conv(x)))
 
 
-def _average(x: Tensor) -> Tensor:
-    return F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)
-
-
-def _maximum(x: Tensor) -> Tensor:
-    return F.max_pool2d(x, 3, 1, 1)
-
-
-def _shrink(x: Tensor) -> Tensor:
-    return F.max_pool2d(x, 3, 2)
+_average = partial(F.avg_pool2d, kernel_size=3, stride=1, padding=1, count_include_pad=False)
+_maximum = partial(F.max_pool2d, kernel_size=3, stride=1, padding=1)
+_shrink = partial(F.max_pool2d, kernel_size=3, stride=2)
 
 
 class Branches(nn.Module):
@@ -65,7 +59,7 @@ class Branches(nn.Module):
             for i, (out, kernel, stride) in enumerate(layers, 1):
                 key = f"branch{name}_{i}" if len(layers) > 1 else f"branch{name}"
                 path.append(key)
-                self.add_module(key, ConvNorm(width, out, kernel, stride, _padding(kernel) if stride == 1 else 0))
+                self.add_module(key, ConvNorm(width, out, kernel, stride, "same" if stride == 1 else 0))
                 width = out
             self.paths.append(path)
         self.branch_pool = ConvNorm(channels, pool_channels, 1) if pool_channels else nn.Identity()
@@ -78,10 +72,6 @@ class Branches(nn.Module):
                 y = getattr(self, key)(y)
             outputs.append(y)
         return torch.cat([*outputs, self.branch_pool(self.pool(x))], 1)
-
-
-def _padding(kernel: Size) -> Size:
-    return kernel // 2 if isinstance(kernel, int) else (kernel[0] // 2, kernel[1] // 2)
 
 
 class Fork(nn.Module):

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limner.numerics.formats import E6M9, UE6M10, FloatFormat
+from limner.numerics.formats import E6M9, UE6M10
 
 BLOCK_VALUES = 512
 BLOCKS_PER_PROGRAM = 64
@@ -92,11 +92,9 @@ def _to(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
-def _constants(form: FloatFormat) -> tuple[int, ...]:
-    return form.sign, form.mantissa, form.min_exponent_field, form.max_bits
-
-
-_MEAN, _VARIANCE = (tl.constexpr(_constants(form)) for form in (E6M9, UE6M10))
+_MEAN, _VARIANCE = (
+    tl.constexpr((form.sign, form.mantissa, form.min_exponent_field, form.max_bits)) for form in (E6M9, UE6M10)
+)
 
 
 @triton.jit

@@ -162,11 +162,6 @@ class Simulated:
         """Share of the devices' time until the last pass in which they do not compute."""
         return 1 - sum(self.busy) / (len(self.busy) * self.computed)
 
-    @property
-    def busy_shares(self) -> list[float]:
-        """Share of that time in which each device computes."""
-        return [seconds / self.computed for seconds in self.busy]
-
 
 def simulate(pipeline: Pipeline) -> Simulated:
     """Simulate an update."""

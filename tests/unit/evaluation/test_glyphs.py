@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from limner.errors import UserError
-from limner.evaluation.glyphs import StyleRanks, evaluate, style_accuracy, style_data
+from limner.evaluation.glyphs import StyleRanks, evaluate, evaluate_variants, style_accuracy, style_data
 from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
 from limner.evaluation.icon_pictures import Icons
 from limner.evaluation.nearest_neighbor import ReferenceSet, ReferenceSettings
@@ -51,13 +51,18 @@ def icons():
         ["combination" if cell in COMBINATIONS else "train" for cell in cells],
     )
     sets = [style.split()[0] for _, style in cells]
-    return Icons(references, [style for _, style in cells], sets, ReferenceSet(torch.empty(0), [], [], [], []), [])
+    styles, looks = [style for _, style in cells], [style.split()[-1] for _, style in cells]
+    return Icons(references, styles, sets, looks, ReferenceSet(torch.empty(0), [], [], [], []), [])
 
 
 @pytest.fixture(scope="module")
 def classifier(icons, tmp_path_factory):
     config = IconClassifierConfig(width=8, steps=200, batch_size=32, lr=5e-3)
     return train_classifier(style_data(icons), tmp_path_factory.mktemp("classifier"), config)
+
+
+def pixels(image: Image.Image) -> list:
+    return np.asarray(image).transpose(2, 0, 1).tolist()
 
 
 class Artist:
@@ -102,22 +107,36 @@ def test_a_copy_has_the_subject_in_another_style(icons, classifier):
     assert result["copies from nearest style"]["subject"] > 0
 
 
-def test_a_model_that_follows_a_picture_is_given_the_copy(icons, classifier):
+@pytest.mark.parametrize("condition_blocks", [0, 1])
+def test_a_model_that_follows_a_picture_is_asked_for_other_looks_of_unseen_sets(icons, condition_blocks):
     class Follower(Artist):
-        def candidates(self, captions, count, *, prompt_tokens=None, **settings):
-            self.draws = glyph if prompt_tokens is not None else lambda *_: glyph("cross", "b")
-            self.followed = prompt_tokens
-            return super().candidates(captions, count, **settings)
+        """Draws the subject of the picture that it is given, in the look of the caption."""
 
-    follower = Follower(glyph, condition_blocks=1)
-    result = evaluate(follower, icons, classifier, "combination", ReferenceSettings(candidates=2))[0]
-    assert result.rows["best of 2, following a copy"]["both"].value == 1
-    assert result.rows["best of 2"]["both"].value == 0
-    targets = icons.references.split_indices("combination")
-    copies = icons.references.pictures[icons.nearest_style_copies(targets)]
-    unset, given = follower.followed.split(36, 1)
-    assert (unset == UNSET).all() and torch.equal(given, follower.dvae.tokenize(copies))
-    assert "best of 2, following a copy" not in rates(icons, classifier, glyph)[0]
+        def like(self, image):
+            self.given = [*getattr(self, "given", []), icons.references.pictures.tolist().index(pixels(image))]
+            return torch.full((1, 72), self.given[-1])
+
+        def candidates(self, captions, count, *, prompt_tokens=None, **settings):
+            subjects = [icons.references.keys[int(row[0])] for row in prompt_tokens]
+            looks = [caption.removeprefix("the same, ") for caption in captions]
+            asked = [f"{shape}, a {look}" for shape, look in zip(subjects, looks, strict=True)]
+            return super().candidates(asked, count, **settings)
+
+    splits = ["set" if name == "a" else "train" for name in icons.sets]
+    unseen = replace(icons, references=replace(icons.references, splits=splits))
+    follower = Follower(glyph, condition_blocks)
+    results = evaluate_variants(follower, unseen, ReferenceSettings(candidates=2))
+    assert len(results) == condition_blocks
+    assert evaluate_variants(follower, icons, ReferenceSettings(candidates=2)) == []
+    for result in results:
+        assert len(result.cases) == 2 * len(SHAPES)  # thin from bold, and bold from thin
+        assert result.rows["best of 2"]["subject"].value == 1
+        assert result.rows["the given icons"]["subject"].value < 1
+        for i, row in zip(follower.given, result.sheet, strict=True):
+            (drawn, _), (real, _), (given, label) = row.pictures
+            assert label == "given" and pixels(given) == icons.references.pictures[i].tolist()
+            assert drawn.tobytes() == real.tobytes() != given.tobytes()
+            assert row.caption == f"the same, {'bold' if icons.looks[i] == 'thin' else 'thin'}"
 
 
 def test_a_model_with_training_pictures_also_draws_from_captions_alone(icons, classifier):
@@ -154,10 +173,10 @@ def test_ranks_count_nearer_icons_of_the_style_and_equal_icons_do_not_count(icon
     assert ranks(glyph("bar", "c")[None], [target]).item() > 0
     twice = Icons(
         ReferenceSet(icons.references.pictures[[target, target, 0]], ["x"] * 3, ["x"] * 3, ["x"] * 3, ["train"] * 3),
-        ["c"] * 3, ["c"] * 3, icons.pairs, [],
+        ["c"] * 3, ["c"] * 3, [""] * 3, icons.pairs, [],
     )  # fmt: skip
     assert StyleRanks(twice)(glyph("cross", "c")[None].repeat(2, 1, 1, 1), [0, 1]).tolist() == [0, 0]
-    assert StyleRanks(twice).chance([0]) == pytest.approx(1 / 3)
+    assert StyleRanks(twice).chances([0])["subject"] == pytest.approx(1 / 3)
 
 
 def test_ranks_equal_a_direct_comparison(icons):

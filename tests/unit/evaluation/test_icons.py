@@ -138,7 +138,7 @@ def test_copies_take_the_same_skin_tone_if_there_is_one():
     splits = ["train"] * 4 + ["combination"] * 2
     references = ReferenceSet(pictures, keys, keys, ["hand"] * 6, splits)
     no_pairs = ReferenceSet(pictures[:0], [], [], [], [])
-    icons = Icons(references, ["a", "a", "b", "b", "c", "c"], ["set"] * 6, no_pairs, [])
+    icons = Icons(references, ["a", "a", "b", "b", "c", "c"], ["set"] * 6, [""] * 6, no_pairs, [])
     distance = StyleDistance(icons)
     assert (distance("a", "b"), distance("a", "c")) == (0, np.inf)  # c is not in training
     assert icons.nearest_style_copies([4, 5]) == [1, 0]

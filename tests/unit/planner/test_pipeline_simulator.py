@@ -30,7 +30,7 @@ def test_equal_stages_follow_the_closed_forms(devices, microbatches):
         assert result.seconds == result.computed == 3 * (m + k - 1)
         assert result.bubble == pytest.approx((k - 1) / (m + k - 1))
         assert result.busy == (3 * m,) * k
-        assert result.busy_shares == pytest.approx([m / (m + k - 1)] * k)
+        assert [seconds / result.computed for seconds in result.busy] == pytest.approx([m / (m + k - 1)] * k)
         alive = [m] * k if schedule is gpipe else [min(m, k - d) for d in range(k)]
         assert list(result.microbatches) == alive
         assert list(result.memory) == [31 + 5 * n for n in alive]

@@ -76,7 +76,7 @@ def glyphs(options: ScoreGlyphs) -> Evaluated:
     from limner.evaluation import glyphs as evaluation
     from limner.evaluation.icon_pictures import SPLITS
 
-    mosaics = _mosaics(options.mosaic, SPLITS)
+    mosaics = _mosaics(options.mosaic, [*SPLITS, "set"])
     pipe, data, classifier = _open_icons(options, evaluation.style_data, varied=False)
     accuracy = evaluation.style_accuracy(classifier, data)
     print(f"classifier accuracy on held-out icons: style {accuracy:.1%} of {len(classifier.styles)}")
@@ -85,6 +85,8 @@ def glyphs(options: ScoreGlyphs) -> Evaluated:
         for split in SPLITS:
             evaluate = partial(evaluation.evaluate, pipe, data, classifier, split)
             yield from _draw_split(options, split, data.references.splits, evaluate, mosaics.get(split))
+        variants = partial(evaluation.evaluate_variants, pipe, data)
+        yield from _draw_split(options, "set", data.references.splits, variants, mosaics.get("set"))
 
     return Evaluated(model=pipe.name, results=results(), more={"classifier": {"style": accuracy}})
 
