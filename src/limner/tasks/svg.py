@@ -74,7 +74,7 @@ def draw(svg: str, size: int, background: str = "white", margin: int = 0) -> np.
     try:
         import resvg_py
     except ImportError:
-        raise UserError('drawing icons needs the resvg-py package: pip install "limner[data]"') from None
+        raise UserError('drawing icons needs the resvg-py package: pip install "limner[svg]"') from None
     try:
         png = resvg_py.svg_to_bytes(svg, width=inner, height=inner, background=background, skip_system_fonts=True)
     except BaseException as error:  # resvg's panics do not derive from `Exception`
