@@ -21,14 +21,13 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import combinations, islice, product
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
 FalsityTest = Callable[[str], bool]  # True if a caption is false for one picture, and usable in training
 _TOKEN = re.compile(r"\w+|[^\w\s]")
-_MAX_COUNTED = 100_000  # captions whose words count as choices
 _MIN_OCCURRENCES = 3  # occurrences between two neighbors that make a word a choice there
 _MAX_PHRASE_PAIRS = 1 << 16  # most pairs of phrases to try; scenes have some hundreds
 _LIST_SEPARATOR = re.compile(r",|\band\b|\bor\b")  # swapping phrases around these keeps the meaning
@@ -52,7 +51,7 @@ class Distractors:
         self.falsity_test, self.count = falsity_test, count
         self.held_out = {caption.lower() for caption in held_out}
         words: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-        for caption in islice(captions, _MAX_COUNTED):
+        for caption in captions:
             for context, word, _ in _word_contexts(caption):
                 words[context][word] += 1
         self.choices = {  # sorted, as keys of a dictionary for fast lookup

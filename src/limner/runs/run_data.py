@@ -38,7 +38,7 @@ from limner.training.parallel import Parallel, SingleProcess
 
 _IMAGE_CACHE_BYTES = 1 << 30  # of decoded pictures
 _MAX_CLUSTERING_PICTURES = 8_000
-_MAX_EVALUATION_SAMPLES = 512  # during training
+MAX_EVALUATION_SAMPLES, MAX_COUNTED_SAMPLES = 512, 100_000  # for evaluation; whose words make distractors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class RunData:
 
     def evaluation_pictures(self, source: Source, size: int) -> Tensor:
         """Return at most 512 evenly spaced pictures of the source, not augmented: uint8 [B, 3, size, size]."""
-        subset = _evaluation_subset(source)
+        subset = _subset(source)
         return ImageCaptionDataset(subset, size).load(np.arange(len(subset)))[1]
 
     def dvae_dataset(self, stage: DVAEStage | PatchStage) -> Dataset:
@@ -124,7 +124,7 @@ class RunData:
         if training and stage.augment:
             pictures = ImageCaptionDataset(source, dvae.config.size, "prior", encoding)
             return EncodedDataset(pictures, partial(_tokens, dvae))
-        subset = source if training else _evaluation_subset(source)
+        subset = source if training else _subset(source)
         cache = self._encode(subset, dvae)
         if not stage.related_by:
             return TokenDataset(cache.tokens, cache.captions, encoding)
@@ -155,9 +155,10 @@ class RunData:
         """Return the contrastive model's dataset: pictures, captions and distractors."""
         stage, training, distractors = self.recipe.contrastive, source is self.train, None
         if count := stage.distractors:
-            distractors = Distractors(_captions(self.train), _captions(self.held_out), falsity_test, count)
+            counted = _captions(_subset(self.train, MAX_COUNTED_SAMPLES))
+            distractors = Distractors(counted, _captions(self.held_out), falsity_test, count)
         encoding = self._encoding(tokenizer, training, distractors=distractors)
-        subset = source if training else _evaluation_subset(source)
+        subset = source if training else _subset(source)
         augment = "prior" if stage.augment and training else "none"
         return ImageCaptionDataset(subset, size, augment, encoding, cache_bytes=_IMAGE_CACHE_BYTES)
 
@@ -180,9 +181,9 @@ def _captions(source: Source) -> Iterable[str]:
             continue
 
 
-def _evaluation_subset(source: Source) -> Source:
-    """Return at most 512 evenly spaced samples."""
-    return Subset(source, _evenly_spaced(len(source), _MAX_EVALUATION_SAMPLES))
+def _subset(source: Source, limit: int = MAX_EVALUATION_SAMPLES) -> Source:
+    """Return at most `limit` evenly spaced samples."""
+    return Subset(source, _evenly_spaced(len(source), limit))
 
 
 def _evenly_spaced(count: int, limit: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from limner.data.shard_writer import ShardWriter
 from limner.models.transformer import TransformerConfig
 from limner.pipeline import load
 from limner.recipes.recipe import resolve
+from limner.runs import run_data as run_data_module
 from limner.runs.run_data import RunData
 from limner.runs.train import train_all
 from limner.text import PAD
@@ -66,6 +67,18 @@ def test_the_bundle_contains_training_pictures_by_subject(data, tmp_path):
     every_second = [f"subject {i // 3}" for i in np.linspace(0, 17, 9).astype(int)]
     assert saved.subjects == every_second
     assert (set(saved.styles), saved.styles) == ({"set 0", "set 1"}, pipe.examples.styles)
+
+
+def test_distractors_take_words_of_the_whole_data(data, tmp_path, monkeypatch):
+    """Samples are often sorted, so the words of the first ones are not those of all."""
+    monkeypatch.setattr(run_data_module, "MAX_COUNTED_SAMPLES", 18)
+    r = recipe()
+    run_data = RunData.open(replace(r, contrastive=replace(r.contrastive, distractors=2)), data, tmp_path)
+    counted = run_data.contrastive_dataset(run_data.train, run_data.tokenizer(), 24).text.distractors
+    assert sorted({word for words in counted.choices.values() for word in words if word.isdigit()}) == list("012345")
+    monkeypatch.setattr(run_data_module, "MAX_COUNTED_SAMPLES", 6)
+    few = run_data.contrastive_dataset(run_data.train, run_data.tokenizer(), 24).text.distractors
+    assert few.choices and not few.choices.keys() - counted.choices.keys()
 
 
 def test_samples_are_joined_with_training_pictures_of_their_subject(data, tmp_path):
