@@ -50,6 +50,21 @@ def test_candidates_that_are_all_equal_are_reported(tmp_path, monkeypatch, capsy
 
 @pytest.mark.slow
 @torch.inference_mode()
+@pytest.mark.parametrize(
+    ("caption", "hint"),
+    [
+        ("an ambulance, lucide", None),
+        ("a ambulanc, lucide", ": did you mean 'ambulance'?"),
+        ("platypus, lucide", "from its words alone\n"),
+    ],
+)
+def test_a_subject_without_training_pictures_is_named(caption, hint, tmp_path, capsys):
+    main([caption, "--model", "glyphs", "--candidates", "1", "-o", str(tmp_path / "a.png")])
+    message = capsys.readouterr().err
+    assert ("no training picture shows a subject of the caption" in message) == bool(hint)
+    assert (hint or "") in message
+
+
 def test_the_dvae_of_scenes_keeps_small_shapes() -> None:
     """At most one in a hundred is read as another shape, and then the drawing is about as near to that shape."""
     dvae, backgrounds = load("scenes").dvae, list(BACKGROUNDS)

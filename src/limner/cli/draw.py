@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -96,6 +97,10 @@ def draw(options: DrawOrEdit, caption: str, prime: Callable[[Any], Any] | None =
         print(f"{escape_control(path)}  (score {drawing.score:.3f}, candidate {drawing.candidate} of {number})")
     for path in drawings.save(out.with_suffix(".svg")) if options.svg else ():
         print(escape_control(path))
+    if prime is None and pipe.examples and not len(pipe.examples.about(caption)):
+        similar = get_close_matches(caption.partition(",")[0].lower(), set(pipe.examples.subjects), 1, cutoff=0.8)
+        hint = f": did you mean {similar[0]!r}?" if similar else ""
+        print(f"no training picture shows a subject of the caption, drawn from its words alone{hint}", file=sys.stderr)
     if (distinct := len({drawing.image.tobytes() for drawing in drawings})) < options.n:
         print(f"only {distinct} of {number} candidates differ: a higher --temperature may give more", file=sys.stderr)
 

@@ -121,7 +121,10 @@ def _results(votes: Sequence[Vote], who: str) -> list[EvalResult]:
 def _majority(votes: Sequence[Vote], model: str) -> dict[str, Estimate]:
     """Return the share of decided pairs that `model` won, if there are any; a pair without a majority is undecided."""
     wins, groups = [], _group(votes, lambda vote: vote.pair)
-    pairs = {pair: [_chosen(vote) for vote in group] for pair, group in groups.items()}
+    pairs = {
+        pair: [{"first": vote.first, "second": vote.second, "equal": "equal"}[vote.choice] for vote in group]
+        for pair, group in groups.items()
+    }
     for choices in pairs.values():
         counts = Counter({"equal": 0, **Counter(choices)})
         (best, most), *others = counts.most_common()
@@ -165,10 +168,6 @@ def _voters(votes: Sequence[Vote]) -> dict[str, dict[str, Estimate]]:
         if agreed:
             rows[name]["with the majority of others"] = Estimate(value=float(np.mean(agreed)), spec=".0%")
     return rows
-
-
-def _chosen(vote: Vote) -> str:
-    return {"first": vote.first, "second": vote.second, "equal": "equal"}[vote.choice]
 
 
 def _by_models(votes: Sequence[Vote]) -> Iterable[tuple[tuple[str, str], list[Vote]]]:

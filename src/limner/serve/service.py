@@ -7,7 +7,7 @@ import base64
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import numpy as np
 from PIL import Image
@@ -106,9 +106,12 @@ class Service:
         )  # fmt: skip
         pictures, size = [], ""
         for drawing in drawings:
-            data, size = self._encode(body, drawing, self.sign)
+            (data, size), svg = self._encode(body, drawing, self.sign), None
+            if body.trace:
+                with suppress(UserError):  # for pictures with colors, and without contourpy
+                    svg = drawing.svg()
             facts = {"seed": drawing.seed, "candidate": drawing.candidate, "score": drawing.score}
-            pictures.append(Picture(b64_json=data, svg=_traced(drawing) if body.trace else None, **facts))
+            pictures.append(Picture(b64_json=data, svg=svg, **facts))
         text = int((request.text[: self.pipe.prior.config.text_len] != PAD).sum())  # without a picture to follow
         given = 0 if request.prompt_tokens is None else int((request.prompt_tokens >= 0).sum())
         sampled = job.tokens.numel() - given * len(job.tokens)
@@ -136,11 +139,3 @@ class Service:
         if text_tokens == self.pipe.prior.config.text_len:
             warnings.append(f"the prompt has {text_tokens} tokens, as many as the model reads: more have no effect")
         return [warning[:200] for warning in warnings[:20]]
-
-
-def _traced(drawing: Drawing) -> str | None:
-    """Return an SVG document of a gray picture; None for a picture with colors, and without contourpy."""
-    try:
-        return drawing.svg()
-    except UserError:
-        return None
