@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from limner import load, pretrained
+from limner.cli import edit
 from limner.cli.draw import main
 from limner.tasks import rendering, scene_reader
 from limner.tasks.scenes import BACKGROUNDS, COLORS, EXTENT, FILLS, SHAPES, UNITS, Scene, SceneObject
@@ -50,6 +52,17 @@ def test_candidates_that_are_all_equal_are_reported(tmp_path, monkeypatch, capsy
 
 @pytest.mark.slow
 @torch.inference_mode()
+def test_an_outline_of_a_circle_is_filled(tmp_path):
+    pytest.importorskip("resvg_py")
+    circle = '<circle cx="12" cy="12" r="9" fill="none" stroke="currentColor" stroke-width="2"/>'
+    (tmp_path / "icon.svg").write_text(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24">{circle}</svg>')
+    edit.main(
+        ["--like", str(tmp_path / "icon.svg"), "the same, filled", "--model", "glyphs", "-o", str(tmp_path / "a.png")]
+    )
+    ink = 255 - np.asarray(Image.open(tmp_path / "a.png").convert("L").resize((24, 24)), int)
+    assert ink[9:15, 9:15].mean() > 200 and ink[:2].mean() < 20  # the middle of an outline is white
+
+
 @pytest.mark.parametrize(
     ("caption", "hint"),
     [

@@ -48,6 +48,7 @@ HERE, CI = "tests/integration/test_readme.py", ".ci/run"
 WITHIN = {  # commands within sentences of the README, and the file that runs them
     'pip install ".[torch,data,plot]"': CI,  # as part of the set `dev`
     'pip install ".[docs]" && mkdocs build --strict': CI,
+    'limner edit --like ICON.svg "the same, filled" --model glyphs': "tests/integration/test_bundled.py",
 }
 NOT_RUN = ("pip install", "apt-get install", "npm pack")
 DEMO = """

@@ -72,7 +72,7 @@ class TrainingStep:
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             run = self.state(int8_inputs)
             scaling(run)  # installs its hooks on the model
-            batch = random_batch(self.model, self.samples, self.distractors, self.device)
+            batch = random_batch(self.model, self.samples, self.device, self.distractors)
 
             def loss() -> Tensor:
                 torch.manual_seed(0)
@@ -112,7 +112,7 @@ def _by_resblock(graph: AutogradGraph, names: list[str]) -> dict[str, int]:
     return sizes
 
 
-def random_batch(model: Any, samples: int, distractors: int = 0, device: torch.device | str = "cpu") -> Batch:
+def random_batch(model: Any, samples: int, device: torch.device | str = "cpu", distractors: int = 0) -> Batch:
     """Return a batch for the objective of a model's configuration. Captions are unpadded."""
 
     def integers(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -116,7 +116,7 @@ def timing_inputs(recipe: ResolvedRecipe, name: str) -> tuple[nn.Module, AnyStag
     encoder = recipe.models["dvae"].build() if name == "prior" and stage.augment else None
 
     def batches(n: int) -> Mapping[str, Tensor]:
-        batch = random_batch(config, n, getattr(stage, "distractors", 0))
+        batch = random_batch(config, n, distractors=getattr(stage, "distractors", 0))
         return {**batch, "image": encoder.tokenize(random_batch(encoder.config, n)["pixels"])} if encoder else batch
 
     return config.build(), stage, batches
