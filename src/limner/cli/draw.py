@@ -99,8 +99,8 @@ def draw(options: DrawOrEdit, caption: str, prime: Callable[[Any], Any] | None =
         print(escape_control(path))
     if prime is None and pipe.examples and not len(pipe.examples.about(caption)):
         similar = get_close_matches(caption.partition(",")[0].lower(), set(pipe.examples.subjects), 1, cutoff=0.8)
-        hint = f": did you mean {similar[0]!r}?" if similar else ""
-        print(f"no training picture shows a subject of the caption, drawn from its words alone{hint}", file=sys.stderr)
+        sentence = "no training picture shows a subject of the caption, which was drawn from its words alone"
+        print(sentence + (f": did you mean {similar[0]!r}?" if similar else ""), file=sys.stderr)
     if (distinct := len({drawing.image.tobytes() for drawing in drawings})) < options.n:
         print(f"only {distinct} of {number} candidates differ: a higher --temperature may give more", file=sys.stderr)
 

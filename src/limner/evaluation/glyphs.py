@@ -159,11 +159,11 @@ def evaluate_variants(
     chosen = np.random.default_rng(settings.seed).permutation(len(pairs))[: settings.captions]
     given, targets = ([pairs[i][side] for i in chosen] * settings.repeats for side in (0, 1))
     asked = replace(real, captions=[f"the same, {look}" for look in icons.looks])
-    tokens = torch.cat([pipe.like(to_image(real.pictures[i])) for i in given])
+    images = [to_image(real.pictures[i]) for i in given]
+    tokens = torch.cat([pipe.like(image) for image in images])
     rows, drawings = draw_and_compare(pipe, asked, targets, ranks.verdicts, settings, progress, tokens)
     drawn = sheet_rows(asked, targets, drawings, rows[f"best of {settings.candidates}"]["subject"])
-    pictures = ([*row.pictures, (to_image(real.pictures[i]), "given")] for row, i in zip(drawn, given, strict=True))
-    sheet = [replace(row, pictures=shown) for row, shown in zip(drawn, pictures, strict=True)]
+    sheet = [replace(row, pictures=[*row.pictures, (image, "given")]) for row, image in zip(drawn, images, strict=True)]
     rows["the given icons"] = ranks.verdicts(real.pictures[given], targets)
     title, chances = "other looks of icons of unseen sets", ranks.chances(targets)
     return [comparison_result(title, pipe, asked, targets, settings, rows, chances, sheet)]

@@ -120,11 +120,8 @@ def _results(votes: Sequence[Vote], who: str) -> list[EvalResult]:
 
 def _majority(votes: Sequence[Vote], model: str) -> dict[str, Estimate]:
     """Return the share of decided pairs that `model` won, if there are any; a pair without a majority is undecided."""
-    wins, groups = [], _group(votes, lambda vote: vote.pair)
-    pairs = {
-        pair: [{"first": vote.first, "second": vote.second, "equal": "equal"}[vote.choice] for vote in group]
-        for pair, group in groups.items()
-    }
+    wins, groups = [], _group(votes, lambda vote: vote.pair).items()
+    pairs = {p: ["equal" if v.choice == "equal" else getattr(v, v.choice) for v in group] for p, group in groups}
     for choices in pairs.values():
         counts = Counter({"equal": 0, **Counter(choices)})
         (best, most), *others = counts.most_common()

@@ -36,8 +36,7 @@ WEB = "onnxruntime-web"
 GLUE, WASM = "dist/ort.wasm.bundle.min.mjs", "dist/ort-wasm-simd-threaded.wasm"
 FILES = ("tokenizer.json", "prefill.onnx", "step.onnx", "decode.onnx", "score.onnx", *WEIGHTS)  # of the bundle
 PARTS = GRAPHS + len(FILES) + 5
-TEMPLATE, SCRIPTS = "page.html", ("page_sampling.js", "page_examples.js", "page_model.js", "page.js")
-INLINED = ("head.html", "page.css", *SCRIPTS)
+INLINED = ("head.html", "page.css", "page_sampling.js", "page_examples.js", "page_model.js", "page.js")
 MAX_FILE_BYTES, MAX_ARCHIVE_BYTES = 64 << 20, 1 << 30  # of a file of the npm package, of the package
 MAX_WEIGHT_BYTES = 256 << 20  # browsers limit the length of a text
 _GET_WEB = f"`npm pack {WEB}@1.30` downloads it, then pass --{WEB} {WEB}-1.30.0.tgz"
@@ -82,7 +81,7 @@ def export_page(
     phrases = {"subjects": examples.subjects, "styles": examples.styles}
     files |= {"examples.json": to_json(phrases).encode(), "examples.bin": examples.tokens.astype("<u2").tobytes()}
     files |= {"config.json": to_json(config).encode(), "ort.mjs": runtime[GLUE], "ort.wasm": runtime[WASM]}
-    page, *parts = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in (TEMPLATE, *INLINED))
+    page, *parts = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.html", *INLINED))
     texts = {"title": html.escape(pipe.name), "files": "\n".join(_elements(files, progress))}
     for name, text in (*zip(INLINED, parts, strict=True), *texts.items()):
         page = page.replace(f"[[{name}]]", text)

@@ -66,6 +66,9 @@ class Tokenizer {
   }
 }
 
+/** Return token ids, cut or padded. */
+const padded = (ids, length) => Array.from({ length }, (_, i) => (i < ids.length ? ids[i] : PAD));
+
 // ---- Graphs: runtime/pipeline.py
 
 /** The prior after a caption, with keys and values of the candidates. */
@@ -145,26 +148,20 @@ class Model {
     return (await this.sessions.decode.run({ tokens: this.integers(filled, filled[0].length) })).pictures;
   }
 
-  /** Return the scores of pictures for a caption, [M]. */
-  async score(caption, pictures) {
-    const { rerank_len } = this.config, text = this.integers([this.padded(caption, rerank_len)], rerank_len);
+  /** Return the scores of pictures for the token ids of a caption, [M]. */
+  async score(ids, pictures) {
+    const { rerank_len } = this.config, text = this.integers([padded(ids, rerank_len)], rerank_len);
     const { data } = (await this.sessions.score.run({ text, pictures })).scores;
     if (!data.every(Number.isFinite)) throw new Error(DAMAGED);
     return data;
   }
 
   /** Return the tokens [S] of the example that the prior follows, `PAD` without one: priming.py, `follow_example`. */
-  async example(caption) {
+  async example(caption, ids) {
     const rows = this.examples.about(caption), length = this.config.grid[0] * this.config.grid[1];
     if (rows.length < 2) return rows[0] || Array(length).fill(PAD);
-    const scores = await this.score(caption, await this.decode(rows));
+    const scores = await this.score(ids, await this.decode(rows));
     return rows[scores.indexOf(maximum(scores))];
-  }
-
-  /** Return the token ids of a caption, cut or padded. */
-  padded(caption, length) {
-    const ids = this.tokenizer.encode(caption);
-    return Array.from({ length }, (_, i) => (i < ids.length ? ids[i] : PAD));
   }
 
   /**
@@ -174,8 +171,9 @@ class Model {
    */
   async draw(caption, seed, candidates, settings = {}, onPass = () => {}) {
     const { grid, text_len, window, sampler, prior_score_weight, size, can_follow } = this.config;
-    const length = grid[0] * grid[1], merged = { ...sampler, ...settings }, text = this.padded(caption, text_len);
-    const input = [...text, ...(can_follow ? await this.example(caption) : [])], priors = [];
+    const length = grid[0] * grid[1], merged = { ...sampler, ...settings }, ids = this.tokenizer.encode(caption);
+    const text = padded(ids, text_len), input = [...text, ...(can_follow ? await this.example(caption, ids) : [])];
+    const priors = [];
     for (const row of merged.guidance === 1 ? [input] : [input, input.map(() => PAD)])
       priors.push(new Prior(this, await this.sessions.prefill.run({ text: this.integers([row], row.length) })));
     const rows = Array.from({ length: candidates }, (_, i) => ({
@@ -184,11 +182,11 @@ class Model {
     }));
     await generate(priors, merged, rows, grid[1], window, onPass);
     const pictures = await this.decode(rows.map((row) => row.tokens));
-    const scores = await this.score(caption, pictures);
+    const scores = await this.score(ids, pictures);
     const drawings = rows.map(({ candidate, tokens, logProbability }, i) => ({
       candidate, tokens: Array.from(tokens), score: scores[i] + prior_score_weight * logProbability / length,
       pixels: pictures.data.subarray(i * 3 * size * size, (i + 1) * 3 * size * size),
     }));
-    return { text, cut: this.tokenizer.encode(caption).length > text_len, settings: merged, drawings };
+    return { text, cut: ids.length > text_len, settings: merged, drawings };
   }
 }

@@ -6,7 +6,7 @@ RUN/tokenizer.json   RUN/tokens/   RUN/attribution.json, if the data names the o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ class RunData:
     held_out: Source
     out: Path
     parallel: Parallel = field(default_factory=SingleProcess)
+    _read: dict[str, tuple[TokenCache, list[Mapping[str, Any]]]] = field(default_factory=dict, init=False)  # by dVAE
 
     @classmethod
     def open(cls, recipe: Recipe, data: str | Path, out: str | Path, parallel: Parallel | None = None) -> RunData:
@@ -125,12 +126,15 @@ class RunData:
             pictures = ImageCaptionDataset(source, dvae.config.size, "prior", encoding)
             return EncodedDataset(pictures, partial(_tokens, dvae))
         subset = source if training else _subset(source)
-        cache = self._encode(subset, dvae)
         if not stage.related_by:
+            cache = self._encode(subset, dvae)
             return TokenDataset(cache.tokens, cache.captions, encoding)
-        known = cache if training else self._encode(self.train, dvae)
-        metadata = [subset.meta(int(i)) for i in cache.indices]
-        known_metadata = metadata if training else [self.train.meta(int(i)) for i in known.indices]
+        if (key := weights_hash(dvae)) not in self._read:
+            known = self._encode(self.train, dvae)
+            self._read[key] = known, [self.train.meta(int(i)) for i in known.indices]
+        known, known_metadata = self._read[key]
+        cache = known if training else self._encode(subset, dvae)
+        metadata = known_metadata if training else [subset.meta(int(i)) for i in cache.indices]
         related = Related(known.tokens, known_metadata, stage.related_by, stage.related_share if training else 1.0)
         return RelatedTokenDataset(cache.tokens, cache.captions, encoding, metadata, related, training)
 
