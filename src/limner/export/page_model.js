@@ -3,21 +3,20 @@ const PAD = -1;
 
 // ---- Files in the page
 
-const DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;.=>?@^_`{|}~";  // base 85
+const NOT_KEPT = { "À": 0, "Á": 10, "Â": 13, "Ã": 60 };  // character codes that HTML does not keep in an element
 
 /** Decompress a file of the page and remove its element, which frees memory. */
 async function readFile(name) {
   const element = document.getElementById(name), text = element.textContent;
   element.remove();
-  const digit = new Uint8Array(128).fill(DIGITS.length - 1);
-  for (let i = 0; i < DIGITS.length; i++) digit[DIGITS.charCodeAt(i)] = i;
-  const words = new DataView(new ArrayBuffer(Math.ceil(text.length / 5) * 4));
-  for (let i = 0, at = 0; i < text.length; at += 4) {
-    let word = 0;
-    for (let k = 0; k < 5; k++, i++) word = word * 85 + (i < text.length ? digit[text.charCodeAt(i)] : 84);
-    words.setUint32(at, word);
+  const packed = new Uint8Array(Math.floor(text.length * 7 / 8));
+  for (let i = 0, at = 0, bits = 0, count = 0; i < text.length; i++) {
+    const code = text.charCodeAt(i);
+    bits = (bits << 7 | (code < 128 ? code : NOT_KEPT[text[i]])) & 0x3fff;
+    count += 7;
+    if (count > 7) packed[at++] = bits >> (count -= 8);
   }
-  const gzip = new Blob([words.buffer.slice(0, Math.floor(text.length * 4 / 5))]).stream();
+  const gzip = new Blob([packed]).stream();
   const bytes = new Uint8Array(await new Response(gzip.pipeThrough(new DecompressionStream("gzip"))).arrayBuffer());
   if (!name.endsWith(".safetensors")) return bytes;
   const joined = new Uint8Array(bytes.length), odd = Math.ceil(bytes.length / 2);
