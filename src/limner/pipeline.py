@@ -16,7 +16,6 @@ Shapes: B captions, N candidates, T text positions, S image positions, H x W pix
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -179,7 +178,7 @@ class TextToImage:
         return [
             Drawings.best(
                 result.pictures[row].numpy(), result.scores[row].numpy(), result.tokens[row].numpy(), n,
-                caption=caption, seed=seeds[row], model=self.name, settings=result.sampler.to_metadata(),
+                caption=caption, seed=seeds[row], model=self.name, settings=result.settings[row],
             )
             for row, caption in enumerate(captions)
         ]  # fmt: skip
@@ -220,7 +219,7 @@ class TextToImage:
             jobs.append(self.engine.submit(request))
         self.engine.run(jobs, progress)
         parts = {x: torch.stack([getattr(job, x) for job in jobs]) for x in ("pictures", "scores", "tokens")}
-        return Candidates(**parts, sampler=sampler)
+        return Candidates(**parts, settings=[job.request.settings for job in jobs])
 
     def request(self, caption: str, count: int, *, sampler: Sampler, **settings: Any) -> Request:
         """Return a request of `count` candidates for the engine; `settings` are those of `Request`.
@@ -230,12 +229,13 @@ class TextToImage:
         config, prompt_tokens = self.prior.config, settings.pop("prompt_tokens", None)
         text = self.tokenizer.encode_array([caption], config.text_len)[0]
         rerank_text = self.rerank_tokenizer.encode([caption], self.contrastive.config.text_len)[0]
-        example = partial(follow_example, self.examples, caption, lambda x: self.engine.models.closest(rerank_text, x))
-        given = example() if prompt_tokens is None else prompt_tokens.cpu().numpy()
+        examples = self.examples if prompt_tokens is None else None
+        given, follows = follow_example(examples, caption, lambda x: self.engine.models.closest(rerank_text, x))
+        given = given if prompt_tokens is None else prompt_tokens.cpu().numpy()
         text, given = add_given(text, given, prod(config.grid), config.condition_blocks > 0)
         return Request(
             text=torch.from_numpy(text), rerank_text=rerank_text, candidates=count,
-            sampler=sampler.with_defaults(self.defaults.sampler),
+            sampler=sampler.with_defaults(self.defaults.sampler), follows=follows,
             prompt_tokens=None if given is None else torch.from_numpy(given), **settings,
         )  # fmt: skip
 

@@ -50,12 +50,16 @@ def follow(tokens: np.ndarray) -> np.ndarray:
     return np.concatenate([np.full_like(tokens, UNSET), tokens])
 
 
-def follow_example(examples: Examples | None, caption: str, closest: Callable[[np.ndarray], int]) -> np.ndarray | None:
-    """Return prompt tokens [2 S] to follow an example of the caption's subject; None without one. If there are K > 1,
-    `closest` returns the row of the best one, given the tokens [K, S] of all."""
-    if examples is None or not len(tokens := examples.about(caption)):
-        return None
-    return follow(tokens[closest(tokens) if len(tokens) > 1 else 0])
+def follow_example(
+    examples: Examples | None, caption: str, closest: Callable[[np.ndarray], int]
+) -> tuple[np.ndarray | None, str | None]:
+    """Return prompt tokens [2 S] to follow an example of the caption's subject, and its name; None without one. If
+    there are K > 1, `closest` returns the row of the best one, given the tokens [K, S] of all."""
+    if examples is None or not len(rows := examples.about(caption)):
+        return None, None
+    tokens = examples.tokens[rows].astype(np.int64)
+    best = closest(tokens) if len(rows) > 1 else 0
+    return follow(tokens[best]), examples.name(rows[best])
 
 
 def add_given(

@@ -46,7 +46,7 @@ class Examples:
         return len(self.tokens)
 
     def about(self, caption: str) -> np.ndarray:
-        """Return the tokens of the pictures that a caption asks for, at most 64, int64 [K, S].
+        """Return the rows of the pictures that a caption asks for, at most 64, int64 [K].
 
         They have the subject that the caption names: the one with the most words, before the first comma if possible,
         since words of a style can be subjects, too ("sun, bold"). Several with equally many words are all meant. If the
@@ -60,7 +60,11 @@ class Examples:
             least = min(distances.values())
             rows = [row for row in rows if distances[self.styles[row]] == least]
         evenly = np.linspace(0, len(rows) - 1, min(len(rows), _MOST)).astype(int)
-        return self.tokens[np.array(rows, int)[evenly]].astype(np.int64)
+        return np.array(rows, np.int64)[evenly]
+
+    def name(self, row: int) -> str:
+        """Return subject and style of a picture, which name a training icon of `glyphs`: "archive, tabler outline"."""
+        return ", ".join(filter(None, (self.subjects[row], self.styles[row])))
 
     def _distance(self, rows: Mapping[str, int], style: str) -> float:
         """Return the share of tokens in which pictures, one for each subject, differ from those of a style, over at

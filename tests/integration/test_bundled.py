@@ -73,7 +73,9 @@ def test_an_outline_of_a_circle_is_filled(tmp_path):
 )
 def test_a_subject_without_training_pictures_is_named(caption, hint, tmp_path, capsys):
     main([caption, "--model", "glyphs", "--candidates", "1", "-o", str(tmp_path / "a.png")])
-    message = capsys.readouterr().err
+    output, message = capsys.readouterr()
+    assert ("follows the training picture 'ambulance, " in output) == (hint is None)
+    assert ("follows" in Image.open(tmp_path / "a.png").text) == (hint is None)
     assert ("no training picture shows a subject of the caption" in message) == bool(hint)
     assert (hint or "") in message
 

@@ -42,7 +42,7 @@ def pictures(*subjects):
 def test_a_caption_finds_the_pictures_of_its_subject(caption, rows):
     found = pictures("arrow", "arrow left", "café", "Arrow", "").about(caption)
     assert found.dtype == np.int64
-    assert found[:, 0].tolist() == rows
+    assert found.tolist() == rows
 
 
 @given(st.lists(st.sampled_from(["a", "a b", "b c", "c", "d e a"])), st.lists(st.sampled_from("abcde"), max_size=6))
@@ -50,7 +50,7 @@ def test_the_subjects_found_are_the_longest_that_the_words_contain(subjects, wor
     caption = " ".join(words)
     contained = [subject for subject in subjects if f" {subject} " in f" {caption} "]
     longest = max((subject.count(" ") for subject in contained), default=0)
-    found = [subjects[row] for row in pictures(*subjects).about(caption)[:, 0]]
+    found = [subjects[row] for row in pictures(*subjects).about(caption)]
     assert sorted(found) == sorted(subject for subject in contained if subject.count(" ") == longest)
 
 
@@ -83,11 +83,13 @@ STYLES = {
 )
 def test_a_caption_with_a_style_finds_the_picture_of_the_most_similar_style(caption, found):
     examples = Examples(np.array([*STYLES.values()], np.uint16), *zip(*STYLES, strict=True))
-    assert examples.about(caption).tolist() == [list(STYLES[key]) for key in found]
+    rows = examples.about(caption)
+    assert [(examples.subjects[row], examples.styles[row]) for row in rows] == found
+    assert [examples.name(row) for row in rows] == [", ".join(key) for key in found]
 
 
 def test_many_pictures_of_a_subject_are_thinned_out_evenly():
-    found = pictures(*["a"] * 1_000).about("a")[:, 0]
+    found = pictures(*["a"] * 1_000).about("a")
     assert len(found) == 64
     assert (found[0], found[-1]) == (0, 999)
 
@@ -103,11 +105,14 @@ def test_a_drawing_follows_the_picture_that_the_contrastive_model_scores_highest
     pipe = tiny_pipe(condition_blocks=1)
     pipe.examples, pipe.inference_config = examples(pipe), InferenceConfig(precision=Fp32())
     drawn = pipe.candidates([WORDS[0]], 4, seed=1)
-    tokens = torch.from_numpy(pipe.examples.about(WORDS[0]))
+    rows = pipe.examples.about(WORDS[0])
+    tokens = torch.from_numpy(pipe.examples.tokens[rows].astype(np.int64))
     text = pipe.tokenizer.encode([WORDS[0]], pipe.contrastive.config.text_len)
     with torch.no_grad():
         shown = pipe.contrastive.encode_image(pipe.dvae.decode_tokens(tokens))
         best = (shown @ pipe.contrastive.encode_text(text)[0]).argmax()
+    assert drawn.settings[0]["follows"] == pipe.examples.name(rows[best])
+    assert pipe(WORDS[0], candidates=1)[0].settings["follows"] == pipe.examples.name(rows[best])
     pipe.examples = None
     prompt = torch.from_numpy(follow(tokens[best].numpy()))[None]
     assert torch.equal(drawn.tokens, pipe.candidates([WORDS[0]], 4, seed=1, prompt_tokens=prompt).tokens)
@@ -121,7 +126,9 @@ def test_other_captions_and_given_pictures_are_drawn_as_without_examples():
     plain = [pipe.candidates([caption], 2, prompt_tokens=tokens).tokens for caption, tokens in given.items()]
     pipe.examples = examples(pipe)
     for (caption, tokens), expected in zip(given.items(), plain, strict=True):
-        assert torch.equal(pipe.candidates([caption], 2, prompt_tokens=tokens).tokens, expected)
+        drawn = pipe.candidates([caption], 2, prompt_tokens=tokens)
+        assert torch.equal(drawn.tokens, expected)
+        assert drawn.settings[0]["follows"] is None
 
 
 def test_prompt_tokens_that_are_all_unset_ask_for_the_caption_alone():

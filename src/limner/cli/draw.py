@@ -97,7 +97,9 @@ def draw(options: DrawOrEdit, caption: str, prime: Callable[[Any], Any] | None =
         print(f"{escape_control(path)}  (score {drawing.score:.3f}, candidate {drawing.candidate} of {number})")
     for path in drawings.save(out.with_suffix(".svg")) if options.svg else ():
         print(escape_control(path))
-    if prime is None and pipe.examples and not len(pipe.examples.about(caption)):
+    if follows := drawings[0].settings["follows"]:
+        print(f"follows the training picture {escape_control(follows)!r}")
+    elif prime is None and pipe.examples:
         similar = get_close_matches(caption.partition(",")[0].lower(), set(pipe.examples.subjects), 1, cutoff=0.8)
         sentence = "no training picture shows a subject of the caption, which was drawn from its words alone"
         print(sentence + (f": did you mean {similar[0]!r}?" if similar else ""), file=sys.stderr)

@@ -50,10 +50,8 @@ def _read(path: Path) -> tuple[dict[tuple[str, int], dict[str, Any]], str]:
             numbers = {str(row): float(value) for row, value in case["values"].items()}
             if not all(0 <= value <= 1 for value in numbers.values()):
                 raise ValueError("a value is not a proportion")
-            cases[str(case["caption"]), int(case["seed"])] = {
-                "values": numbers,
-                "combination": str(case["combination"]),
-            }
+            found = {"values": numbers, "combination": str(case["combination"])}
+            cases[str(case["caption"]), int(case["seed"])] = found
         if not cases:
             raise ValueError("no case")
         return cases, str(content.get("model", path.stem))

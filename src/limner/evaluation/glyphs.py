@@ -111,7 +111,8 @@ def evaluate(
 ) -> list[EvalResult]:
     """Draw captions of a split and compare the drawings with the real icons of the same style.
 
-    Returns the result; for combinations also that of the captions whose set lacks the subject in training.
+    Combinations are drawn twice if the model has examples: the second time from captions alone. Returns the result; for
+    combinations also that of the captions whose set lacks the subject in training.
     """
     references = icons.references
     targets, ranks = references.targets(split, settings), StyleRanks(icons)
@@ -124,9 +125,9 @@ def evaluate(
     rows, drawings = draw_and_compare(pipe, references, targets, verdict, settings, progress)
     sheet = sheet_rows(references, targets, drawings, rows[f"best of {settings.candidates}"]["subject"])
     copies = icons.nearest_style_copies(targets) if split == "combination" else []
-    if copies and pipe.examples:
+    if split == "combination" and pipe.examples:
         alone = torch.full((len(targets), prod(pipe.dvae.config.grid)), UNSET)
-        drawn, _ = draw_and_compare(pipe, references, targets, verdict, settings, None, alone)
+        drawn, _ = draw_and_compare(pipe, references, targets, verdict, settings, progress, alone)
         rows |= {f"{name}, from captions alone": verdicts for name, verdicts in drawn.items()}
     rows |= baselines(pipe, icons, targets, copies, verdict)
 

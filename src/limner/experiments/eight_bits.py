@@ -20,14 +20,7 @@ from limner.numerics.precision import Bf16, Fp32
 from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.optim.optimizers import StableAdamWConfig
 from limner.quantization.low_precision import to_linear
-from limner.quantization.precisions import (
-    Fp8SwitchBack,
-    Fp8TensorWise,
-    LLMInt8,
-    SwitchBack,
-    SwitchBackM,
-    SwitchBackQ,
-)
+from limner.quantization.precisions import Fp8SwitchBack, Fp8TensorWise, LLMInt8, SwitchBack, SwitchBackM, SwitchBackQ
 from limner.quantization.products import product
 from limner.quantization.quantize import quantize
 

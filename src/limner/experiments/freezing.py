@@ -18,12 +18,7 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.training.auto_cache import AutoCache
 from limner.training.config import TrainConfig
 from limner.training.freezing import Freezing
-from limner.training.freezing_rules import (
-    FreezingRule,
-    GradientNormFreezing,
-    GuardedFreezing,
-    ScheduledFreezing,
-)
+from limner.training.freezing_rules import FreezingRule, GradientNormFreezing, GuardedFreezing, ScheduledFreezing
 from limner.training.train_state import TrainState
 
 EVERY = 5  # updates between decisions

@@ -22,13 +22,7 @@ from limner.metrics.spikes import loss_spikes
 from limner.models.contrastive import CLIPConfig
 from limner.numerics.precision import Bf16, Fp32
 from limner.optim.adam_base import StepTensors, adamw_
-from limner.optim.optimizers import (
-    AdamWConfig,
-    Beta2WarmupAdamWConfig,
-    LionConfig,
-    OptimizerConfig,
-    StableAdamWConfig,
-)
+from limner.optim.optimizers import AdamWConfig, Beta2WarmupAdamWConfig, LionConfig, OptimizerConfig, StableAdamWConfig
 from limner.optim.stable_adamw import StableAdamW
 
 MARGIN = 0.01  # a smaller gain in accuracy counts as none

@@ -54,10 +54,11 @@ async function png(config, { caption, seed, settings }, { pixels, candidate, sco
   header.setUint32(0, side);
   header.setUint32(4, side);
   header.setUint16(8, 0x0802);  // 8 bits, RGB
-  const { temperature, top_k, top_p, guidance } = settings, shown = escapeControl(caption);
+  const { temperature, top_k, top_p, guidance, follows } = settings, shown = escapeControl(caption);
   const values = {
     seed, candidate, score: score.toFixed(4), model: config.name,
     temperature: float(temperature), top_k, top_p: top_p === null ? null : float(top_p), guidance: float(guidance),
+    follows,
   };
   const texts = Object.entries(values).filter(([, value]) => value !== null);
   const escaped = shown.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
@@ -165,7 +166,9 @@ async function submit() {
     const drawn = await (await model()).draw(request.caption, request.seed, count, settings, onPass);
     await show(config, { ...request, settings: drawn.settings }, drawn.drawings);
     const seconds = ((performance.now() - started) / 1000).toFixed(1), order = count > 1 ? ", best first" : "";
+    const { follows } = drawn.settings;
     $("status").textContent = `Drew “${request.caption}”, seed ${request.seed}, in ${seconds} s${order}.`
+      + (follows ? ` It follows the training picture “${follows}”.` : "")
       + (drawn.cut ? ` The model read the first ${config.text_len} tokens of the caption.` : "");
   } catch (error) {
     fail(error);

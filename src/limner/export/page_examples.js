@@ -39,7 +39,11 @@ class Examples {
     return this.tokens.subarray(row * this.length, (row + 1) * this.length);
   }
 
-  /** Return the tokens of the pictures that a caption asks for, at most 64: of its subject, in the most similar style. */
+  name(row) {
+    return [this.subjects.phrases[row], this.styles.phrases[row]].filter(Boolean).join(", ");
+  }
+
+  /** Return the rows of the pictures that a caption asks for, at most 64: of its subject, in the most similar style. */
   about(caption) {
     const [subject, ...style] = caption.split(",");
     const find = (phrases, part) => [phrases.find(part), phrases.find(caption)].find((rows) => rows.length) || [];
@@ -53,7 +57,7 @@ class Examples {
       rows = rows.filter((row) => distances.get(styleOf(row)) === least);
     }
     const count = Math.min(rows.length, MOST), step = (rows.length - 1) / (count - 1);
-    return Array.from({ length: count }, (_, i) => this.row(i + 1 < count ? rows[Math.floor(i * step)] : rows.at(-1)));
+    return Array.from({ length: count }, (_, i) => (i + 1 < count ? rows[Math.floor(i * step)] : rows.at(-1)));
   }
 
   bySubject(rows) {

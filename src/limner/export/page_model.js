@@ -155,11 +155,11 @@ class Model {
     return data;
   }
 
-  /** Return the tokens [S] of the example that the prior follows, `PAD` without one: priming.py, `follow_example`. */
+  /** Return the row of the example that the prior follows, undefined without one: priming.py, `follow_example`. */
   async example(caption, ids) {
-    const rows = this.examples.about(caption), length = this.config.grid[0] * this.config.grid[1];
-    if (rows.length < 2) return rows[0] || Array(length).fill(PAD);
-    const scores = await this.score(ids, await this.decode(rows));
+    const rows = this.examples.about(caption);
+    if (rows.length < 2) return rows[0];
+    const scores = await this.score(ids, await this.decode(rows.map((row) => this.examples.row(row))));
     return rows[scores.indexOf(maximum(scores))];
   }
 
@@ -171,7 +171,9 @@ class Model {
   async draw(caption, seed, candidates, settings = {}, onPass = () => {}) {
     const { grid, text_len, window, sampler, prior_score_weight, size, can_follow } = this.config;
     const length = grid[0] * grid[1], merged = { ...sampler, ...settings }, ids = this.tokenizer.encode(caption);
-    const text = padded(ids, text_len), input = [...text, ...(can_follow ? await this.example(caption, ids) : [])];
+    const text = padded(ids, text_len), followed = can_follow ? await this.example(caption, ids) : undefined;
+    const example = followed === undefined ? Array(can_follow ? length : 0).fill(PAD) : this.examples.row(followed);
+    const input = [...text, ...example], follows = followed === undefined ? null : this.examples.name(followed);
     const priors = [];
     for (const row of merged.guidance === 1 ? [input] : [input, input.map(() => PAD)])
       priors.push(new Prior(this, await this.sessions.prefill.run({ text: this.integers([row], row.length) })));
@@ -186,6 +188,6 @@ class Model {
       candidate, tokens: Array.from(tokens), score: scores[i] + prior_score_weight * logProbability / length,
       pixels: pictures.data.subarray(i * 3 * size * size, (i + 1) * 3 * size * size),
     }));
-    return { text, cut: ids.length > text_len, settings: merged, drawings };
+    return { text, cut: ids.length > text_len, settings: { ...merged, follows }, drawings };
   }
 }

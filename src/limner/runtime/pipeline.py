@@ -106,9 +106,7 @@ class OnnxPipeline:
         options, count = options.resolve(n, self.defaults, settings)
         sampler = self.sampler(options)
         drawn = self.candidates(caption, count, options.seed, sampler, prompt_tokens, progress)
-        return Drawings.best(
-            *drawn, n, caption=caption, seed=options.seed, model=self.name, settings=sampler.to_metadata()
-        )
+        return Drawings.best(*drawn[:3], n, caption=caption, seed=options.seed, model=self.name, settings=drawn[3])
 
     def sampler(self, options: Sampler) -> Sampler:
         """Return the settings with the model's own where they are unset."""
@@ -122,11 +120,14 @@ class OnnxPipeline:
         sampler: Sampler,
         prompt_tokens: np.ndarray | None = None,
         progress: Advance | None = None,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draw candidates; return pictures uint8 [N, 3, H, W], scores [N] and tokens [N, S]. Raises `UserError`."""
-        length = self.grid[0] * self.grid[1]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Draw candidates; return pictures uint8 [N, 3, H, W], scores [N], tokens [N, S] and settings for metadata.
+
+        Raises `UserError`.
+        """
+        length, follows = self.grid[0] * self.grid[1], None
         if prompt_tokens is None:
-            prompt_tokens = follow_example(
+            prompt_tokens, follows = follow_example(
                 self.examples, caption, lambda x: int(self._cosines(caption, self.run("decode", tokens=x)[0]).argmax())
             )
         text = self.tokenizer.encode_array([caption], self.text_len)[0]
@@ -146,7 +147,7 @@ class OnnxPipeline:
             pictures[rows] = decoded
         if kept is None:
             scores = self._cosines(caption, pictures) + self.defaults.prior_score_weight * scores
-        return pictures, scores, tokens
+        return pictures, scores, tokens, {**sampler.to_metadata(), "follows": follows}
 
     def _cosines(self, caption: str, pictures: np.ndarray) -> np.ndarray:
         """Return the cosines of pictures and caption, [N]. Raises `UserError`."""

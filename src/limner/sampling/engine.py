@@ -10,7 +10,7 @@ Shapes: B captions, N candidates of each, T text positions, S image positions, H
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +43,13 @@ class Candidates:
         pictures: uint8 [B, N, 3, H, W].
         scores: float32 [B, N], higher is better; see `Drawing.score`.
         tokens: int64 [B, N, S].
-        sampler: settings of the sampler, with the model's defaults filled in.
+        settings: metadata of each caption's drawings, [B]; see `Request.settings`.
     """
 
     pictures: Tensor
     scores: Tensor
     tokens: Tensor
-    sampler: Sampler
+    settings: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Request:
         candidates: their number.
         sampler: with all settings that have a default filled in.
         prompt_tokens: int64 [S], fixed image tokens, `UNSET` where to sample; None to sample all.
+        follows: subject and style of the training picture that the caption's tokens contain, if they do.
         client: requests of different clients take turns to join.
         on_preview: called with candidate numbers and their pictures after every `preview_every` rows of tokens.
         preview_first: only candidates with smaller numbers have previews; None: all have.
@@ -88,10 +89,16 @@ class Request:
     seed: int
     sampler: Sampler
     prompt_tokens: Tensor | None = None
+    follows: str | None = None
     client: Hashable = None
     on_preview: Callable[[range, Tensor], object] | None = None
     preview_every: int = 2
     preview_first: int | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Metadata of the drawings: settings of the sampler, and the training picture that they follow."""
+        return self.sampler.to_metadata() | {"follows": self.follows}
 
 
 class Job:

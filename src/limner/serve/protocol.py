@@ -92,13 +92,17 @@ class Usage(BaseModel):
 
 
 class Picture(BaseModel):
-    """A finished picture. `candidate` is its number, from 1, and `score` that of the reranker; `svg` if asked for."""
+    """A finished picture. `candidate` is its number, from 1, and `score` that of the reranker; `svg` if asked for.
+
+    `follows` has subject and style of the training picture that the drawing follows, if it follows one.
+    """
 
     b64_json: str
     seed: int
     candidate: int
     score: float
     svg: str | None = None
+    follows: str | None = None
 
 
 class Images(BaseModel):
@@ -113,35 +117,26 @@ class Images(BaseModel):
     warnings: list[str] = []
 
 
-class PartialImage(BaseModel):
+class _Event(BaseModel):
+    type: str
+    background: Literal["opaque"] = "opaque"
+    created_at: int
+    output_format: ImageKind
+    image_index: int
+    quality: Literal["auto"] = "auto"
+    size: str
+
+
+class PartialImage(_Event):
     """An event: the top rows of a candidate. The picture that is kept in the end may be another candidate."""
 
-    type: str
     b64_json: str
-    background: Literal["opaque"] = "opaque"
-    created_at: int
-    output_format: ImageKind
     partial_image_index: int
-    image_index: int
-    quality: Literal["auto"] = "auto"
-    size: str
 
 
-class Completed(BaseModel):
+class Completed(_Event, Picture):
     """An event: a finished picture."""
 
-    type: str
-    b64_json: str
-    background: Literal["opaque"] = "opaque"
-    created_at: int
-    output_format: ImageKind
-    image_index: int
-    quality: Literal["auto"] = "auto"
-    size: str
-    seed: int
-    candidate: int
-    score: float
-    svg: str | None = None
     usage: Usage
     warnings: list[str] = []
 

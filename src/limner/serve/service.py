@@ -102,7 +102,7 @@ class Service:
         request = job.request
         drawings = Drawings.best(
             job.pictures.numpy(), job.scores.numpy(), job.tokens.numpy(), body.n, caption=body.prompt,
-            seed=request.seed, model=self.name, settings=request.sampler.to_metadata(),
+            seed=request.seed, model=self.name, settings=request.settings,
         )  # fmt: skip
         pictures, size = [], ""
         for drawing in drawings:
@@ -110,8 +110,10 @@ class Service:
             if body.trace:
                 with suppress(UserError):  # for pictures with colors, and without contourpy
                     svg = drawing.svg()
-            facts = {"seed": drawing.seed, "candidate": drawing.candidate, "score": drawing.score}
-            pictures.append(Picture(b64_json=data, svg=svg, **facts))
+            pictures.append(Picture(
+                b64_json=data, seed=drawing.seed, candidate=drawing.candidate, score=drawing.score, svg=svg,
+                follows=request.follows,
+            ))  # fmt: skip
         text = int((request.text[: self.pipe.prior.config.text_len] != PAD).sum())  # without a picture to follow
         given = 0 if request.prompt_tokens is None else int((request.prompt_tokens >= 0).sum())
         sampled = job.tokens.numel() - given * len(job.tokens)

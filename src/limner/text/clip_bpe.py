@@ -55,12 +55,9 @@ class CLIPTokenizer:
         self.library = Library(models.BPE(vocab=self.vocab, merges=list(merges), end_of_word_suffix=SUFFIX))
         self.vocab |= {START: len(self.vocab), END: len(self.vocab) + 1}
         self.library.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-        self.library.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_WORDS), "removed", invert=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        words = pre_tokenizers.Split(Regex(_WORDS), "removed", invert=True)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        self.library.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
         self.library.decoder = decoders.ByteLevel()
 
     @classmethod

@@ -89,7 +89,7 @@ class Painter:
             marks.append(torch.tensor(mark))
         for _ in captions:
             progress(count)
-        return Candidates(torch.stack(pictures), torch.stack(marks), torch.zeros(0), sampler)
+        return Candidates(torch.stack(pictures), torch.stack(marks), torch.zeros(0), [])
 
 
 def example():
@@ -168,7 +168,7 @@ class Copier:
     def candidates(self, captions, count, *, seed, sampler, prompt_tokens, progress):
         real = prompt_tokens.view(len(captions), 48, 48, 3).permute(0, 3, 1, 2)
         twice = torch.cat([real[:, :, :24], real[:, :, :24]], 2)
-        return Candidates(torch.stack([real, twice], 1), torch.zeros(len(captions), 2), torch.zeros(0), sampler)
+        return Candidates(torch.stack([real, twice], 1), torch.zeros(len(captions), 2), torch.zeros(0), [])
 
 
 def test_a_pair_is_right_if_its_lower_half_shows_the_transform_of_the_caption():

@@ -79,7 +79,9 @@ class Artist:
             pictures[row, 0] = self.draws(*caption.split(", "))
         scores = torch.zeros(len(captions), count)
         scores[:, 0] = 1
-        return Candidates(pictures, scores, torch.zeros(len(captions), count, 36, dtype=torch.long), sampler)
+        if progress:
+            progress(len(captions) * count)
+        return Candidates(pictures, scores, torch.zeros(len(captions), count, 36, dtype=torch.long), [])
 
 
 def rates(icons, classifier, draws, split="combination"):
@@ -148,7 +150,9 @@ def test_a_model_with_training_pictures_also_draws_from_captions_alone(icons, cl
 
     retriever = Retriever(glyph, condition_blocks=1)
     retriever.examples = Examples(np.zeros((1, 36), np.uint16), ["disk"], [""])
-    result = evaluate(retriever, icons, classifier, "combination", ReferenceSettings(candidates=2))[0]
+    settings, done = ReferenceSettings(candidates=2), []
+    result = evaluate(retriever, icons, classifier, "combination", settings, done.append)[0]
+    assert sum(done) == 2 * 2 * len(result.cases)
     assert result.rows["best of 2"]["both"].value == 1
     assert result.rows["best of 2, from captions alone"]["both"].value == 0
     assert retriever.examples

@@ -66,7 +66,7 @@ class Artist:
             pictures[row, 1] = self.draws(caption)
         scores[:, self.likes] = 1
         self.prompts.append(prompt_tokens)
-        return Candidates(pictures, scores, torch.zeros(len(captions), count, 36, dtype=torch.long), sampler)
+        return Candidates(pictures, scores, torch.zeros(len(captions), count, 36, dtype=torch.long), [])
 
 
 def depicted(caption: str) -> torch.Tensor:

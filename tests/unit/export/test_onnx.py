@@ -38,7 +38,8 @@ def test_tokens_scores_and_pictures_are_those_of_torch(exported, sampler):
     pipe, onnx = TextToImage.from_pretrained(exported, precision=Fp32()), OnnxPipeline(exported)
     for caption in WORDS:
         expected = pipe.candidates([caption], 7, seed=4, sampler=sampler)
-        pictures, scores, tokens = onnx.candidates(caption, 7, 4, onnx.sampler(sampler))
+        pictures, scores, tokens, settings = onnx.candidates(caption, 7, 4, onnx.sampler(sampler))
+        assert settings == expected.settings[0]
         np.testing.assert_array_equal(tokens, expected.tokens[0].numpy())
         np.testing.assert_allclose(scores, expected.scores[0].numpy(), atol=1e-5)
         assert np.abs(pictures.astype(int) - expected.pictures[0].numpy().astype(int)).max() <= 1  # rounding
@@ -54,7 +55,9 @@ def test_pictures_to_follow_are_those_of_torch(exported):
         followed = None if example else pipe.like(image)
         expected = pipe.candidates([WORDS[0]], 3, seed=5, prompt_tokens=followed)
         prompt = None if example else onnx.like(image)
-        _, scores, tokens = onnx.candidates(WORDS[0], 3, 5, onnx.sampler(Sampler()), prompt)
+        _, scores, tokens, settings = onnx.candidates(WORDS[0], 3, 5, onnx.sampler(Sampler()), prompt)
+        assert (settings["follows"] is not None) == example
+        assert settings == expected.settings[0]
         np.testing.assert_array_equal(tokens, expected.tokens[0].numpy())
         np.testing.assert_allclose(scores, expected.scores[0].numpy(), atol=1e-5)
         drawn.append(tokens)

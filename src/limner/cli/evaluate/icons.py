@@ -84,7 +84,8 @@ def glyphs(options: ScoreGlyphs) -> Evaluated:
     def results() -> Iterator[EvalResult]:
         for split in SPLITS:
             evaluate = partial(evaluation.evaluate, pipe, data, classifier, split)
-            yield from _draw_split(options, split, data.references.splits, evaluate, mosaics.get(split))
+            times = 2 if split == "combination" and pipe.examples else 1
+            yield from _draw_split(options, split, data.references.splits, evaluate, mosaics.get(split), times)
         variants = partial(evaluation.evaluate_variants, pipe, data)
         yield from _draw_split(options, "set", data.references.splits, variants, mosaics.get("set"))
 
@@ -119,16 +120,17 @@ def _draw_split(
     splits: Sequence[str],
     evaluate: Callable[[ReferenceSettings, Advance], list[EvalResult]],
     mosaic: Path | None = None,
+    times: int = 1,
 ) -> Iterator[EvalResult]:
-    """Evaluate a split, unless `splits`, those of all pictures, lack it. Then write the drawings of the result that has
-    some to `mosaic`: a full disk must not lose the tables."""
+    """Evaluate a split, whose captions are drawn `times`, unless `splits`, those of all pictures, lack it. Then write
+    the drawings of the result that has some to `mosaic`: a full disk must not lose the tables."""
     from limner.evaluation.nearest_neighbor import ReferenceSettings
     from limner.evaluation.report import contact_sheet, save_png
 
     settings = ReferenceSettings(
         captions=options.captions, candidates=options.candidates, repeats=options.repeats, seed=options.seed
     )
-    total = min(splits.count(split), settings.captions) * settings.repeats * settings.candidates
+    total = min(splits.count(split), settings.captions) * settings.repeats * settings.candidates * times
     if not total:
         return
     with progress(f"drawing, {escape_control(split)}", total, unit="drawing") as bar:

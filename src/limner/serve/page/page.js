@@ -78,7 +78,8 @@ function show(shown, event) {
     return link;
   });
   const facts = `seed ${event.seed}, candidate ${event.candidate}, score ${event.score.toFixed(3)}`;
-  text.replaceChildren(facts, element("br"), ...links, edit, vary);
+  const follows = event.follows ? `, follows “${event.follows}”` : "";
+  text.replaceChildren(facts + follows, element("br"), ...links, edit, vary);
 }
 
 function addToHistory(caption, n) {
