@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +71,17 @@ class OnnxPipeline:
             self.size, self.grid = _whole(dvae["size"]), (_whole(prior["grid"][0]), _whole(prior["grid"][1]))
             self.text_len, self.rerank_len = _whole(prior["text_len"]), _whole(contrastive["text_len"])
             self.max_window, self.can_follow = _whole(graphs["window"]), prior.get("condition_blocks", 0) > 0
-            self.examples = Examples.find(self.folder, self.grid[0] * self.grid[1], prior["image_vocab"])
+            self._vocab = index(prior["image_vocab"])
             self.defaults = ModelDefaults.from_info(self.info)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise UserError(f"{self.folder}: config.json or {FILE} is invalid: {error!r}") from None
         self.tokenizer = Tokenizer.load(self.folder / "tokenizer.json")
         self._sessions: dict[str, Any] = {}
+
+    @cached_property
+    def examples(self) -> Examples | None:
+        """Training pictures to follow, which are read when first needed; see `TextToImage`."""
+        return Examples.find(self.folder, self.grid[0] * self.grid[1], self._vocab)
 
     @property
     def name(self) -> str:
@@ -121,10 +128,7 @@ class OnnxPipeline:
         prompt_tokens: np.ndarray | None = None,
         progress: Advance | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Draw candidates; return pictures uint8 [N, 3, H, W], scores [N], tokens [N, S] and settings for metadata.
-
-        Raises `UserError`.
-        """
+        """Return N pictures uint8 [N, 3, H, W], scores [N], tokens [N, S] and their metadata. Raises `UserError`."""
         length, follows = self.grid[0] * self.grid[1], None
         if prompt_tokens is None:
             prompt_tokens, follows = follow_example(
