@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from limner.experiments import EXPERIMENTS
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LOG = DOCS / "log"
@@ -124,3 +126,8 @@ def test_a_rate_is_per_something():
     for path in [*sources, *pages]:
         assert RATE.findall(path.read_text(encoding="utf-8")) == [], path
     assert RATE.search("3 ms a step") and RATE.search("seconds_a_step") and RATE.search("GB a GPU, in all")
+
+
+def test_the_readme_counts_the_claims_that_can_be_repeated():
+    (count,) = re.findall(r"`limner reproduce` repeats (\d+) claims", (ROOT / "README.md").read_text("utf-8"))
+    assert int(count) == len(EXPERIMENTS)
