@@ -44,6 +44,7 @@ class Drawing:
             picture was given, the mean log-probability alone.
         candidate: number from 1, as in the output of `limner draw` and in the PNG;
             (model, caption, seed, candidate, settings) determine the picture.
+        settings: of the sampler; "follows" names the training picture that was followed, if one was.
     """
 
     image: Image.Image
