@@ -61,9 +61,10 @@ def _read(path: Path, svg: bool = False) -> Any:
     try:
         if not (svg and path.suffix.lower() == ".svg"):
             return Image.fromarray(decode_image(path.read_bytes()))
-        from limner.tasks.svg import SVGRenderer
+        from limner.tasks.svg import SVGRenderer, without_metadata
 
         with SVGRenderer() as renderer:
-            return Image.fromarray(renderer.render(path.read_text(encoding="utf-8", errors="replace"), _SVG_SIDE))
+            text = path.read_text(encoding="utf-8", errors="replace")
+            return Image.fromarray(renderer.render(without_metadata(text), _SVG_SIDE))
     except Rejected as rejected:
         raise UserError(f"{path} is not a usable picture: {rejected.reason}") from None

@@ -27,10 +27,7 @@ from limner.metrics.preferences import EQUAL, fit_strengths, krippendorff_alpha
 __all__ = ["CHECK", "QUESTIONS", "Choice", "Vote", "VoteStore", "tables"]
 
 Choice = Literal["first", "second", "equal"]
-QUESTIONS = {
-    "realism": "Which picture looks more realistic?",
-    "caption": "Which picture shows the caption better?",
-}
+QUESTIONS = {"realism": "Which picture looks more realistic?", "caption": "Which picture shows the caption better?"}
 CHECK = "blurred copy"  # in place of the second model of a check
 _OUTCOMES: dict[Choice, int] = {"first": 0, "second": 1, "equal": EQUAL}
 _MIN_CHECKS, _MIN_RIGHT = 3, 0.75  # of the checks of a careful voter

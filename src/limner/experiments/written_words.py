@@ -109,10 +109,7 @@ def outcomes(
     }
 
 
-@experiment(
-    "A prior writes words that its training lacks, from their captions",
-    "Ramesh et al. 2021, §3.3, Figure 2b",
-)
+@experiment("A prior writes words that its training lacks, from their captions", "Ramesh et al. 2021, §3.3, Figure 2b")
 def written_words(folder: Path, quick: bool) -> Finding:
     """Draw words, with and without BPE dropout in training. The claim holds if more than half of the new words are
     right with dropout."""

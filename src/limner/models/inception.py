@@ -97,11 +97,7 @@ class Fork(nn.Module):
 
 
 def _mixed_5(channels: int, pooled: int) -> Branches:
-    branches = {
-        "1x1": [(64, 1, 1)],
-        "5x5": [(48, 1, 1), (64, 5, 1)],
-        "3x3dbl": [(64, 1, 1), (96, 3, 1), (96, 3, 1)],
-    }
+    branches = {"1x1": [(64, 1, 1)], "5x5": [(48, 1, 1), (64, 5, 1)], "3x3dbl": [(64, 1, 1), (96, 3, 1), (96, 3, 1)]}
     return Branches(channels, branches, _average, pooled)
 
 

@@ -173,8 +173,7 @@ class MobileNet(nn.Module):
         tail = ConvNormActivation(inputs[-1], last, 1, nn.Hardswish)
         layers = blocks[split].block
         self.features = nn.Sequential(
-            nn.Sequential(stem, *blocks[:split], layers[0]),
-            nn.Sequential(layers[1:], *blocks[split + 1 :], tail),
+            nn.Sequential(stem, *blocks[:split], layers[0]), nn.Sequential(layers[1:], *blocks[split + 1 :], tail)
         )
         depths = [last, *(max(MIN_DEPTH, int(depth * width)) for depth in layout.extra)]
         self.extra = nn.ModuleList(_extra_block(*pair) for pair in pairwise(depths))

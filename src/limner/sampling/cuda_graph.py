@@ -73,11 +73,7 @@ class GraphedDecoder(TokenDecoder):
     max_window = 1  # each window would need a graph, and its attention a kernel
 
     def __init__(
-        self,
-        model: Transformer,
-        capture: Capture = cuda_graph,
-        compile: bool = False,
-        store: type[KVStore] = KVStore,
+        self, model: Transformer, capture: Capture = cuda_graph, compile: bool = False, store: type[KVStore] = KVStore
     ) -> None:
         super().__init__(model, store)
         self.capture, self.compile = capture, compile

@@ -87,6 +87,20 @@ def draw(svg: str, size: int, background: str = "white", margin: int = 0) -> np.
     return np.asarray(canvas)
 
 
+def without_metadata(text: str) -> str:
+    """Return a document of an editor without XML declaration, document type, comments, metadata and elements of other
+    namespaces. Raises `Rejected` for invalid XML, and for a document that declares entities."""
+    try:
+        root = ElementTree.fromstring("" if "<!ENTITY" in text else re.sub(r"<!DOCTYPE[^>\[]*>", "", text))
+        for parent in root.iter():
+            for child in list(parent):
+                if child.tag == f"{_SVG}metadata" or (child.tag.startswith("{") and not child.tag.startswith(_SVG)):
+                    parent.remove(child)
+        return ElementTree.tostring(root, "unicode")
+    except (ElementTree.ParseError, ValueError, RecursionError):
+        raise Rejected("SVG that is not XML, or too deeply nested") from None
+
+
 def _check(text: str) -> None:
     """Raise `Rejected` for invalid XML, a declaration, a forbidden element or an external reference."""
     if "<!" in text or "<?" in text:  # a document type, an entity, a processing instruction

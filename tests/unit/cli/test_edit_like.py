@@ -4,6 +4,7 @@ import pytest
 from PIL import Image
 
 from limner.cli import main
+from limner.drawing import Drawing
 from tiny import tiny_pipe
 
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24"><path d="M3 3h18v18z"/></svg>'
@@ -27,6 +28,15 @@ def test_a_png_and_an_svg_are_followed(model, tmp_path):
         assert edit(tmp_path, tmp_path / name, "--like", "--model", model) == 0
         drawn.append((tmp_path / "out.png").read_bytes())
     assert drawn[0] != drawn[1]
+
+
+def test_an_svg_that_limner_wrote_is_followed(model, tmp_path):
+    pytest.importorskip("resvg_py")
+    gray = Image.new("RGB", (24, 24), "white")
+    gray.paste("black", (6, 6, 18, 18))
+    drawing = Drawing(image=gray, caption="a square", score=0.5, seed=0, candidate=1, model="m")
+    assert edit(tmp_path, drawing.save(tmp_path / "own.svg"), "--like", "--model", model) == 0
+    assert (tmp_path / "out.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from limner.data.sample import Rejected
 from limner.errors import UserError
-from limner.tasks.svg import MAX_BODY, SVGRenderer, document, draw
+from limner.tasks.svg import MAX_BODY, SVGRenderer, document, draw, without_metadata
 
 BOX = (0.0, 0.0, 8.0, 8.0)
 CORNER = '<path fill="#f00" d="M0 0h4v4H0z"/>'  # red in the upper left quarter
@@ -45,6 +45,32 @@ def test_a_rectangular_box_is_centered_on_the_background():
 def test_half_transparent_parts_are_blended_with_the_background():
     picture = draw(document('<path d="M0 0h8v8H0z" fill="#000" fill-opacity=".5"/>', BOX), 8, "#ff0000")
     assert np.abs(picture.astype(int) - (127, 0, 0)).max() <= 2
+
+
+def test_what_editors_write_beside_the_drawing_is_left_out():
+    text = f"""<?xml version="1.0" encoding="UTF-8"?>
+    <!-- Generator: an editor -->
+    <!DOCTYPE svg PUBLIC "-//W3C//DTD SVG 1.1//EN" "http://www.w3.org/Graphics/SVG/1.1/DTD/svg11.dtd">
+    <svg xmlns="http://www.w3.org/2000/svg" xmlns:e="urn:editor" viewBox="0 0 8 8" e:version="1"><e:view e:x="1"/>
+    <metadata>words<e:a><e:b/></e:a></metadata><g><!-- a layer --><e:data/>{CORNER}<metadata/></g></svg>"""
+    with pytest.raises(Rejected, match="declaration"):
+        draw(text, 16)
+    assert quarters(draw(without_metadata(text), 16)) == [["red", "white"], ["white", "white"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('<!DOCTYPE a [<!ENTITY b "c">]><svg>&b;</svg>', "not XML"),
+        ("<svg", "not XML"),
+        ("<g>" * 20_000 + "</g>" * 20_000, "too deeply nested"),
+        (document("<script>alert(1)</script>", BOX), "script"),
+        (document('<use href="other.svg#a"/>', BOX), "outside"),
+    ],
+)
+def test_a_document_without_metadata_is_checked_as_others(text, reason):
+    with pytest.raises(Rejected, match=reason):
+        draw(without_metadata(text), 16)
 
 
 def test_references_within_the_document_are_drawn():
