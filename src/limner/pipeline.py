@@ -203,7 +203,6 @@ class TextToImage:
             raise UserError(f"the number of candidates must be at least 1, not {count}")
         if preview_every < 1:
             raise UserError(f"preview_every, a number of rows of tokens, must be at least 1, not {preview_every}")
-        sampler = sampler.with_defaults(self.defaults.sampler)
         prompts = [None] * len(captions) if prompt_tokens is None else prompt_tokens
         jobs = []
         for i, (caption, own_seed) in enumerate(zip(captions, caption_seeds(seed, len(captions)), strict=True)):

@@ -91,11 +91,10 @@ def without_metadata(text: str) -> str:
     """Return a document of an editor without XML declaration, document type, comments, metadata and elements of other
     namespaces. Raises `Rejected` for invalid XML, and for a document that declares entities."""
     try:
-        root = ElementTree.fromstring("" if "<!ENTITY" in text else re.sub(r"<!DOCTYPE[^>\[]*>", "", text))
+        root = ElementTree.fromstring("" if "<!ENTITY" in text else re.sub(r"<!DOCTYPE[^<>\[]*>", "", text))
         for parent in root.iter():
-            for child in list(parent):
-                if child.tag == f"{_SVG}metadata" or (child.tag.startswith("{") and not child.tag.startswith(_SVG)):
-                    parent.remove(child)
+            drawn = [x for x in parent if x.tag.startswith(_SVG) or not x.tag.startswith("{")]
+            parent[:] = [x for x in drawn if x.tag != f"{_SVG}metadata"]
         return ElementTree.tostring(root, "unicode")
     except (ElementTree.ParseError, ValueError, RecursionError):
         raise Rejected("SVG that is not XML, or too deeply nested") from None
