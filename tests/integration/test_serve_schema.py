@@ -14,7 +14,7 @@ pytest.importorskip("schemathesis")
 from servers import serve
 from tiny import tiny_pipe
 
-SECONDS = os.environ.get("LIMNER_SCHEMA_SECONDS", "30")
+SECONDS = os.environ.get("LIMNER_SCHEMA_SECONDS")  # of a search with other requests in each run
 
 
 @pytest.mark.slow
@@ -23,11 +23,10 @@ def test_generated_requests_get_the_answers_of_the_description(tmp_path):
     config = Path(__file__).with_name("schemathesis.toml")
     with serve(tiny_pipe().save_pretrained(tmp_path / "tiny")) as server:
         url = f"http://127.0.0.1:{server.port}/openapi.json"
-        options = ["--phases", "coverage,fuzzing", "--continue-on-failure", "--max-time", SECONDS]
+        options = ["--phases", "coverage,fuzzing", "--continue-on-failure"]
+        options += ["--max-time", SECONDS] if SECONDS else ["--seed", "0", "--max-examples", "20"]
         command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run", url, *options]
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=int(SECONDS) + 120, check=False
-        )
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         alive = server.send("GET", "/health")[0] == 200
     assert done.returncode == 0 and alive, done.stdout[-5_000:]
     generated = re.search(r"(\d+) generated", done.stdout)
