@@ -8,6 +8,7 @@ does, so that later comparisons and conversions do not overflow.
 import json
 import math
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,14 @@ def write_json(path: str | Path, value: Any, indent: int | None = None, ensure_a
 def parse_json(data: bytes | str) -> Any:
     """Parse JSON text. Raises `ValueError` if the text is malformed or nested deeper than `MAX_DEPTH`."""
     text = data if isinstance(data, str) else data.decode(json.detect_encoding(data), "surrogatepass")
+    has_long_number = _LONG_NUMBER in text.encode("ascii", "replace").translate(_DIGITS)
     try:
-        level = [value := _DECODER.decode(text)]
+        level = [value := _LONG_NUMBERS.decode(text) if has_long_number else json.loads(text)]
     except RecursionError:
         raise ValueError("nested too deep") from None
     for _ in range(MAX_DEPTH):
-        parts = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list))
-        level = [item for part in parts for item in part if isinstance(item, dict | list)]
+        parts = (part.values() if type(part) is dict else part for part in level if type(part) in _CONTAINERS)
+        level = [item for item in chain.from_iterable(parts) if type(item) in _CONTAINERS]
         if not level:
             return value
     raise ValueError("nested too deep")
@@ -91,4 +93,7 @@ def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
 
 
-_DECODER = json.JSONDecoder(parse_int=_integer)
+_CONTAINERS = {dict, list}
+_DIGITS = bytes.maketrans(b"123456789", b"000000000")
+_LONG_NUMBER = b"0" * (_MAX_DIGITS + 1)
+_LONG_NUMBERS = json.JSONDecoder(parse_int=_integer)  # several times as slow as `json.loads`
