@@ -150,11 +150,8 @@ def mean_operator(trace: Trace) -> float:
     if trace.uses_gpu:
         times = [e.duration for e in trace.events if e.category == "kernel"]
     else:
-        times = [
-            e.duration
-            for i, e in enumerate(trace.events)
-            if computes(e) and not any(computes(trace.events[j]) for j in trace.ancestors(i))
-        ]
+        operators = {i for i, e in enumerate(trace.events) if computes(e)}
+        times = [trace.events[i].duration for i in operators if operators.isdisjoint(trace.ancestors(i))]
     return sum(times) / max(len(times), 1)
 
 
@@ -193,4 +190,5 @@ def phase(trace: Trace, index: int) -> str:
 
 def _operators_around(trace: Trace, index: int) -> list[int]:
     """Return the operators around an event, from the innermost."""
-    return [i for i in trace.ancestors(index) if trace.events[i].category == "cpu_op"]
+    events = trace.events
+    return [i for i in trace.ancestors(index) if events[i].category == "cpu_op"]

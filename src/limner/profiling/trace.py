@@ -125,9 +125,10 @@ class Trace:
 
     def ancestors(self, index: int) -> Iterator[int]:
         """Yield the indices of the events around an event, from the innermost."""
-        start = self.events[index].start
-        while (index := self._parents[index]) >= 0:
-            if self.events[index].end > start:  # else it ends inside of one that goes further
+        parents, events = self._parents, self.events
+        start = events[index].start
+        while (index := parents[index]) >= 0:
+            if events[index].end > start:  # else it ends inside of one that goes further
                 yield index
 
 
