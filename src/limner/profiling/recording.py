@@ -1,6 +1,6 @@
 """Recording of training steps with torch.profiler as a hook.
 
-    RUN/STAGE/profile/rank0.json.gz    operators, shapes, allocations, and the spans of `training/spans.py`, per rank
+    RUN/STAGE/profile/rank0.json.gz    operators, allocations, and the spans of `training/spans.py`, per rank
 
 The profiler warms up in the step before the first one. A step of the trace lasts from the end of an update to the end
 of the next: it has the log, the checkpoint and the input between them.
@@ -45,7 +45,7 @@ class ProfileRecorder(Hook):
             self._profile = profiler.profile(
                 schedule=profiler.schedule(wait=0, warmup=1, active=self.last - self.first, repeat=1),
                 on_trace_ready=self._write,
-                record_shapes=True,
+                record_shapes=run.parallel.world_size > 1,  # for the bytes of collectives; half of the cost
                 profile_memory=True,
                 with_stack=self.stacks,
             )
