@@ -190,5 +190,4 @@ def phase(trace: Trace, index: int) -> str:
 
 def _operators_around(trace: Trace, index: int) -> list[int]:
     """Return the operators around an event, from the innermost."""
-    events = trace.events
-    return [i for i in trace.ancestors(index) if events[i].category == "cpu_op"]
+    return [i for i in trace.ancestors(index) if trace.events[i].category == "cpu_op"]

@@ -125,8 +125,7 @@ class Trace:
 
     def ancestors(self, index: int) -> Iterator[int]:
         """Yield the indices of the events around an event, from the innermost."""
-        parents, events = self._parents, self.events
-        start = events[index].start
+        parents, events, start = self._parents, self.events, self.events[index].start
         while (index := parents[index]) >= 0:
             if events[index].end > start:  # else it ends inside of one that goes further
                 yield index
