@@ -13,6 +13,7 @@ class TraceFile:
     def __init__(self, rank: int = 0, host: str = "a") -> None:
         self.rank, self.host, self.events, self.total = rank, host, [], 0
         self.devices: list[dict[str, Any]] = []
+        self.loading: Any = {}
 
     def add(self, name: str, category: str, start: float, end: float, tid: Any = 1, **args: Any) -> None:
         times = {"ts": round(start * MS, 3), "dur": round((end - start) * MS, 3)}
@@ -50,7 +51,8 @@ class TraceFile:
         path = folder / f"rank{self.rank}.json"
         document = {
             "schemaVersion": 1, "deviceProperties": self.devices, "host_name": self.host,
-            "distributedInfo": {"rank": self.rank, "world_size": 2}, "traceEvents": self.events,
+            "distributedInfo": {"rank": self.rank, "world_size": 2}, "limner_loading": self.loading,
+            "traceEvents": self.events,
         }  # fmt: skip
         path.write_text(json.dumps(document))
         return path

@@ -24,8 +24,8 @@ from limner.profiling.page import save_report
 from limner.profiling.recording import FOLDER, ProfileRecorder
 from limner.profiling.trace import read_traces
 from limner.runs.train import train_all
+from limner.spans import span
 from limner.tasks.build_scenes import SceneDataSettings, write_scenes
-from limner.training.spans import span
 from profiles import cuda
 from ranks import on_ranks
 from tiny import tiny_recipe
@@ -137,7 +137,7 @@ def test_a_staged_bottleneck_is_named(tmp_path, kind):
 
 
 def test_training_records_and_the_command_reports(tmp_path, capsys):
-    write_scenes(tmp_path / "data", SceneDataSettings(count=12, size=24, held_out=0.2))
+    write_scenes(tmp_path / "data", SceneDataSettings(count=200, size=24, held_out=0.2))
     tiny = tiny_recipe()
     recipe = replace(tiny, prior=replace(tiny.prior, training=replace(tiny.prior.training, steps=5)))
     train_all(
@@ -151,6 +151,8 @@ def test_training_records_and_the_command_reports(tmp_path, capsys):
         tables = read_json(tmp_path / "report.json")
         assert [row["step"] for row in tables["steps"]] == [2, 3]
         assert any(row["name"].startswith("aten::") and row["self"] > 0 for row in tables["operators"])
+        loading = {row["part"]: row["time"] for row in tables["loading"] if row["calls"] > 0}
+        assert set(loading) == ({"read", "decode", "augment"} if stage == "dvae" else set())
     assert (
         main(["profile", str(tmp_path / "run/prior/profile/rank0.json.gz"), "-o", str(tmp_path / "report.html")]) == 0
     )

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from limner.data.hard_negative_captions import Distractors, FalsityTest
 from limner.data.image_decode import decoded
 from limner.data.sample import Rejected, Source, format_reasons
 from limner.errors import UserError
+from limner.spans import loading
 from limner.text import PAD
 
 __all__ = ["CaptionEncoder", "CaptionEncoding", "EncodedDataset", "ImageCaptionDataset", "TokenDataset"]
@@ -120,9 +122,13 @@ class ImageCaptionDataset:
             out[:] = self._cached_pixels[index]
             return self._cached_captions[index]
         try:
-            sample = self.source[index]
-            with decoded(sample.image, target=self._target, reuse=True) as image:
-                out[:] = self.augment(image, self.size, rng).transpose(2, 0, 1)
+            with loading("read"):
+                sample = self.source[index]
+            with ExitStack() as memory:
+                with loading("decode"):
+                    image = memory.enter_context(decoded(sample.image, target=self._target, reuse=True))
+                with loading("augment"):
+                    out[:] = self.augment(image, self.size, rng).transpose(2, 0, 1)
         except Rejected as rejected:
             self._defects[index] = rejected.reason
             return rejected.reason

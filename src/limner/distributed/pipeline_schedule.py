@@ -22,8 +22,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from limner.distributed.pipeline_layout import MAX_MICROBATCHES_PER_STAGE, PipelineLayout
 from limner.errors import UserError
 from limner.numerics.precision import upcast
+from limner.spans import span
 from limner.training.parallel import GradientInputs, Reduction
-from limner.training.spans import span
 from limner.training.train_module import Batch
 
 Order = Literal["gpipe", "1f1b"]

@@ -22,6 +22,11 @@ def analyze(traces: Sequence[Trace]) -> dict[str, Any]:
     tables = {
         "ranks": mean_by_rank(steps),
         "steps": steps,
+        "loading": [
+            {"rank": trace.rank, "part": part, "calls": calls, "time": time}
+            for trace in traces
+            for part, (calls, time) in trace.loading.items()
+        ],
         "collectives": collective_table(ranks),
         "gpus": [{"rank": trace.rank, **row} for trace in traces if (row := gpu_summary(trace))],
         "operator_time": [mean_operator(trace) for trace in traces],

@@ -92,6 +92,9 @@ def _distributed(report: Mapping[str, Any]) -> Iterator[str]:
     yield _table(
         [*by_step.values()][:MAX_ROWS], {name: name for name in ("step", *(f"rank {row['rank']}" for row in ranks))}
     )
+    if report["loading"]:
+        yield "<p class='dim'>The threads that load pictures, also while the device computes:</p>"
+        yield _table(report["loading"], {"part": "part", "rank": "rank", "calls": "calls", "time": "time"})
     if report["collectives"]:
         columns = {"collective": "name", "rank": "rank", "calls": "calls", "bytes": "bytes", "time": "time"}
         yield "<h2>Collectives</h2>" + _table(report["collectives"], columns)

@@ -79,11 +79,13 @@ def _imbalance(tables: Table) -> Iterator[tuple[str, str]]:
 def _input(tables: Table) -> Iterator[tuple[str, str]]:
     row = max(tables["ranks"], key=lambda row: row["input"] / row["total"])
     if (share := row["input"] / row["total"]) >= MIN_INPUT:
+        loading = [part for part in tables["loading"] if part["rank"] == row["rank"]]
+        longest = max(loading, key=lambda part: part["time"], default={"part": ""})["part"]
         yield (
             "input",
             f"Rank {row['rank']} waits for data {share:.0%} of each step ({format_time(row['input'])} of "
-            f"{format_time(row['total'])}): prepare smaller pictures with `limner data prepare`, or load "
-            "them in more processes.",
+            f"{format_time(row['total'])}){longest and f', and threads that load data mostly {longest}'}: prepare "
+            "smaller pictures with `limner data prepare`, or load them in more processes.",
         )
 
 

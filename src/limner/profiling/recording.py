@@ -1,6 +1,6 @@
 """Recording of training steps with torch.profiler as a hook.
 
-    RUN/STAGE/profile/rank0.json.gz    operators, allocations, and the spans of `training/spans.py`, per rank
+    RUN/STAGE/profile/rank0.json.gz    operators, allocations, and the spans of `spans.py`, per rank
 
 The profiler warms up in the step before the first one. A step of the trace lasts from the end of an update to the end
 of the next: it has the log, the checkpoint and the input between them.
@@ -11,13 +11,16 @@ from __future__ import annotations
 import re
 import tempfile
 import warnings
+from collections import defaultdict
 from pathlib import Path
 
 from torch import profiler
 
 from limner.atomic_io import atomic_write_bytes
 from limner.errors import UserError
+from limner.json_files import to_json
 from limner.profiling.url import Url
+from limner.spans import listeners
 from limner.training.hooks import Hook
 from limner.training.train_state import TrainState
 from limner.validation import abbreviate
@@ -37,7 +40,7 @@ class ProfileRecorder(Hook):
     def __init__(self, out: Path | Url, first: int, last: int, stacks: bool = False) -> None:
         self.out, self.first, self.last, self.stacks = out, first, last, stacks
         self._profile: profiler.profile | None = None
-        self._rank, self._written = 0, False
+        self._rank, self._written, self._loading = 0, False, defaultdict[str, list[int]](list)
 
     def before_step(self, run: TrainState) -> None:
         if run.step == self.first - 1:
@@ -51,12 +54,15 @@ class ProfileRecorder(Hook):
             )
             self._profile.preset_metadata_json("limner", f'{{"first_step": {self.first}}}')
             self._profile.start()
+            listeners.add(self._add_loaded)
 
     def after_update(self, run: TrainState) -> None:
         if run.step == min(self.last, run.config.steps):
             self._stop()
         elif self._profile:
             self._profile.step()
+            if run.step == self.first:
+                self._loading.clear()  # the warm-up
 
     def close(self) -> None:
         """Write the steps recorded so far, or warn that none was recorded."""
@@ -66,8 +72,14 @@ class ProfileRecorder(Hook):
 
     def _stop(self) -> None:
         if self._profile:
+            listeners.remove(self._add_loaded)
+            totals = {part: (len(times), sum(times)) for part, times in self._loading.items()}
+            self._profile.add_metadata_json("limner_loading", to_json(totals))
             self._profile.stop()
             self._profile = None
+
+    def _add_loaded(self, part: str, time: int) -> None:
+        self._loading[part].append(time)
 
     def _write(self, profile: profiler.profile) -> None:
         with tempfile.TemporaryDirectory() as folder:

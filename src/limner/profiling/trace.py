@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from limner.atomic_io import require_file
 from limner.errors import UserError
@@ -36,6 +36,7 @@ MAX_NAME = 300  # characters
 MAX_DEPTH = 500  # events inside each other; deeper ones count as being in the last of these
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 MEMORY = "[memory]"
+LOADING = ("read", "decode", "augment")  # see spans.py
 _CATEGORIES = {"cpu_op", "user_annotation", "python_function", *GPU_WORK}
 _STEP = re.compile(r"ProfilerStep#(\d{1,12})")
 
@@ -77,6 +78,7 @@ class Trace:
         host: name of the machine; "" if the trace lacks it.
         first_step: added to the numbers of the profiler's steps.
         devices: properties of the GPUs.
+        loading: calls and nanoseconds of the parts of loading samples, in all threads.
     """
 
     path: Path | Url
@@ -84,6 +86,7 @@ class Trace:
     host: str
     first_step: int
     devices: Sequence[Mapping[str, Any]]
+    loading: Mapping[str, tuple[int, int]]
     events: Sequence[Event]
 
     @cached_property
@@ -168,13 +171,14 @@ def read_trace(path: Path | Url, number: int = 0) -> Trace:
         raise UserError(f"{path} is damaged: {error}") from None
     rank = _mapping(document.get("distributedInfo")).get("rank")
     first = _mapping(document.get("limner")).get("first_step")
-    devices = document.get("deviceProperties")
+    devices, loading = document.get("deviceProperties"), _mapping(document.get("limner_loading"))
     return Trace(
         path=path,
         rank=rank if isinstance(rank, int) and 0 <= rank < 1 << 31 else number,
         host=str(document.get("host_name", ""))[:MAX_NAME],
         first_step=first if isinstance(first, int) and 0 <= first < 1 << 31 else 0,
         devices=[device for device in devices if isinstance(device, dict)] if isinstance(devices, list) else [],
+        loading={part: (n[0], n[1]) for part in LOADING if _are_counts(n := loading.get(part))},
         events=events,
     )
 
@@ -237,6 +241,11 @@ def _event(raw: Any, base: int) -> Event | None:
 def _is_time(value: Any) -> bool:
     """Return True for microseconds that fit."""
     return type(value) in (int, float) and 0 <= value < 1 << 50
+
+
+def _are_counts(values: Any) -> TypeGuard[list[int]]:
+    """Return True for two numbers of events or nanoseconds."""
+    return isinstance(values, list) and len(values) == 2 and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -30,12 +30,12 @@ from limner.errors import UserError
 from limner.json_files import write_json
 from limner.progress import Progress
 from limner.quantization.low_precision import to_linear
+from limner.spans import span
 from limner.training.checkpoint import Checkpointer
 from limner.training.config import description
 from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
-from limner.training.spans import span
 from limner.training.state import Batches, restore, save
 from limner.training.step import update
 from limner.training.train_state import SKIPPED, Diverged, Evaluate, TrainState

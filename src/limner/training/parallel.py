@@ -29,9 +29,9 @@ from limner.blocks import leading_part
 from limner.errors import UserError
 from limner.numerics.precision import upcast
 from limner.optim.grad_access import total_norm, unscale
+from limner.spans import span
 from limner.training.checkpoint import Checkpointer
 from limner.training.config import TrainConfig
-from limner.training.spans import span
 from limner.training.train_module import Batch, Trainable
 
 CANNOT_FREEZE = "these processes cannot freeze blocks: choose --parallel pipeline, or start without torchrun"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from limner.optim.grad_access import clip_grads_with_norm
 from limner.optim.schedules import cooldown, warmup
+from limner.spans import span
 from limner.training.hooks import Hook
-from limner.training.spans import span
 from limner.training.train_module import Batch
 from limner.training.train_state import TrainState
 

@@ -86,6 +86,22 @@ def test_operators_inside_the_input_are_input_and_waiting_inside_autograd_is_not
     assert [row[part] / MS for part in PARTS] == [10, 0, 10, 80]
 
 
+def test_the_parts_of_loading_have_a_table_and_the_longest_is_named(tmp_path):
+    trace = TraceFile()
+    trace.span("ProfilerStep#0", 0, 100)
+    trace.span("limner:input", 0, 20)
+    trace.op("aten::mm", 20, 90)
+    trace.loading = {"decode": [8, 25 * MS], "read": [8, 7 * MS], "augment": [-1, 5], "other": [8, 99 * MS]}
+    report = report_of(tmp_path, trace)
+    assert report["loading"] == [
+        {"rank": 0, "part": "read", "calls": 8, "time": 7 * MS},
+        {"rank": 0, "part": "decode", "calls": 8, "time": 25 * MS},
+    ]
+    assert "20% of each step (20 ms of 100 ms), and threads that load data mostly decode: prepare" in str(
+        report["recommendations"]
+    )
+
+
 def test_self_and_total_times_and_sources_of_operators(tmp_path):
     trace = TraceFile()
     trace.span("ProfilerStep#0", 0, 100)
