@@ -20,7 +20,7 @@ import numpy as np
 
 from limner.profiling.intervals import Intervals, difference, intersection, length_before, union
 from limner.profiling.operator_view import computes, is_communication
-from limner.profiling.trace import Event, Trace
+from limner.profiling.trace import MAX_NAME, Event, Trace
 
 PARTS = ("compute", "communication", "input", "other")  # disjoint; their sum is the step
 _INPUT_SPANS = ("limner:input", "enumerate(DataLoader)")
@@ -99,25 +99,35 @@ def mean_by_rank(steps: Sequence[Mapping[str, int]]) -> list[dict[str, float]]:
 
 
 def collective_table(ranks: Sequence[RankTimes]) -> list[dict[str, Any]]:
-    """Return the collectives of each rank by kind: calls, bytes, and time in nanoseconds."""
+    """Return the collectives of each rank by kind, type and size, as buckets and compression make them: calls, bytes,
+    and time in nanoseconds."""
     rows = []
     for rank in ranks:
-        calls, sizes, times = Counter[str](), Counter[str](), Counter[str]()
+        calls, times = Counter[tuple[str, str, int]](), Counter[tuple[str, str, int]]()
         for event in rank.collectives:
-            name = collective_name(event)
-            calls[name] += 1
-            sizes[name] += collective_bytes(event)
-            times[name] += event.duration
+            key = collective_name(event), collective_type(event), collective_bytes(event)
+            calls[key] += 1
+            times[key] += event.duration
         rows += [
-            {"rank": rank.trace.rank, "name": name, "calls": n, "bytes": sizes[name], "time": times[name]}
-            for name, n in calls.most_common()
-        ]
+            {
+                "rank": rank.trace.rank, "name": name, "type": kind, "call_bytes": size, "calls": n, "bytes": n * size,
+                "time": times[name, kind, size],
+            }
+            for (name, kind, size), n in sorted(calls.items(), key=lambda item: -times[item[0]])
+        ]  # fmt: skip
     return rows
 
 
 def collective_name(event: Event) -> str:
     """Return the kind of a collective, such as all_reduce."""
     return str(event.args.get("Collective name") or event.name.removeprefix("gloo:"))
+
+
+def collective_type(event: Event) -> str:
+    """Return the type of a collective's numbers, such as float; "" if the trace lacks it."""
+    kinds = event.args.get("Input type")
+    kind = event.args.get("dtype") or (kinds[0] if isinstance(kinds, list) and kinds else "")
+    return str(kind).removeprefix("c10::").lower()[:MAX_NAME]
 
 
 def collective_bytes(event: Event) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from limner.profiling.operator_view import phase, source_line
+from limner.profiling.operator_view import module_path, phase, source_line
 from limner.profiling.trace import MEMORY, Event, Trace
 
 
@@ -41,9 +41,9 @@ def _device(trace: Trace, name: str, events: list[tuple[int, Event]]) -> dict[st
             del live[address]
         else:  # allocated before the recording
             before += size
-    held = Counter[tuple[str, str, str]]()
+    held = Counter[tuple[str, str, str, str]]()
     for size, i in live.values():
-        held[_operator(trace, i), phase(trace, i), source_line(trace, i)] += size
+        held[_operator(trace, i), phase(trace, i), module_path(trace, i), source_line(trace, i)] += size
     largest, at = max(live.values(), default=(0, 0))
     return {
         "device": name,
@@ -59,8 +59,8 @@ def _device(trace: Trace, name: str, events: list[tuple[int, Event]]) -> dict[st
             "source": source_line(trace, at),
         },
         "holders": [
-            {"operator": operator, "phase": part, "source": source, "bytes": size}
-            for (operator, part, source), size in held.most_common()
+            {"operator": operator, "phase": part, "module": module, "source": source, "bytes": size}
+            for (operator, part, module, source), size in held.most_common()
         ],
         "curve": curve,
     }

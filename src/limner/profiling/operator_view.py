@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ _TENSOR_CORE = re.compile(
 )
 _MATRIX_PRODUCT = re.compile(r"gemm|cutlass|conv|nvjet|flash|fmha|xmma", re.IGNORECASE)
 _SOURCE = re.compile(r"([^<>:*?\"|\0]{1,250}\.py)\((\d{1,7})\): ")
+_MODULE = "nn.Module: "
 _NOT_COMPUTE = ("c10d::", "autograd::", "profiler::")  # namespaces of operators that send, or call other operators
 _PHASES = {"limner:": "", "Optimizer.": "update", "enumerate(DataLoader)": "input"}  # by the start of a span's name
 
@@ -156,18 +157,27 @@ def mean_operator(trace: Trace) -> float:
 
 
 def source_line(trace: Trace, index: int) -> str:
-    """Return "file:line" of the innermost Python call around an event that is outside of torch; "" without stacks.
+    """Return "file:line" of the innermost Python call around an event that is outside of torch; "" without stacks."""
+    return next(filter(None, map(_python_line, _around_forward(trace, index))), "")
 
-    For an operator of the backward pass it is the call that computed the node's forward pass.
-    """
+
+def module_path(trace: Trace, index: int) -> str:
+    """Return the classes of the modules around an event, from the outermost: "Prior_0 > Linear_3"; "" without stacks.
+    The profiler numbers the modules of each class."""
+    names = (event.name for event in _around_forward(trace, index) if event.category == "python_function")
+    return " > ".join(reversed([name.removeprefix(_MODULE) for name in names if name.startswith(_MODULE)]))
+
+
+def _around_forward(trace: Trace, index: int) -> Iterator[Event]:
+    """Yield the events around an event, from the innermost; from a node of autograd on, those around the operator that
+    made the node in the forward pass."""
     for i in trace.ancestors(index):
         event = trace.events[i]
-        if line := _python_line(event):
-            return line
         if event.name.startswith("autograd::engine"):
             forward = trace.forward_operators.get(int(event.number("Sequence number")), index)
-            return next(filter(None, (_python_line(trace.events[j]) for j in trace.ancestors(forward))), "")
-    return ""
+            yield from (trace.events[j] for j in trace.ancestors(forward))
+            return
+        yield event
 
 
 def _python_line(event: Event) -> str:

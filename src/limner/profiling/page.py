@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from html import escape
+from linecache import getline
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -22,6 +23,7 @@ from limner.profiling.timeline_view import KINDS
 from limner.profiling.trace import Trace
 
 MAX_ROWS = 30  # of steps, operators and kernels in a table of the page; the JSON has all
+MAX_CODE = 120  # characters of a line of code
 MAX_POINTS = 400  # of a memory curve
 MAX_EMBEDDED = 32 << 20  # bytes of compressed traces in the page, for Perfetto
 PART_TITLES = ("compute", "exposed communication", "input", "other")
@@ -96,7 +98,10 @@ def _distributed(report: Mapping[str, Any]) -> Iterator[str]:
         yield "<p class='dim'>The threads that load pictures, also while the device computes:</p>"
         yield _table(report["loading"], {"part": "part", "rank": "rank", "calls": "calls", "time": "time"})
     if report["collectives"]:
-        columns = {"collective": "name", "rank": "rank", "calls": "calls", "bytes": "bytes", "time": "time"}
+        columns = {
+            "collective": "name", "rank": "rank", "type": "type", "bytes of a call": "call_bytes", "calls": "calls",
+            "bytes": "bytes", "time": "time",
+        }  # fmt: skip
         yield "<h2>Collectives</h2>" + _table(report["collectives"], columns)
     if report["gpus"]:
         columns = {
@@ -134,8 +139,10 @@ def _memory(report: Mapping[str, Any]) -> Iterator[str]:
     yield "</div>" if report["memory"] else ""
     for i, row in enumerate(report["memory"]):
         title = f"Who holds the peak of rank {row['rank']}, {row['device']}"
-        before = {"operator": "allocated before the recording", "phase": "", "bytes": row["before"], "source": ""}
-        columns = {"operator": "operator", "part": "phase", "bytes": "bytes", "source": "source"}
+        before = {"operator": "allocated before the recording", "bytes": row["before"]}
+        columns = {
+            "operator": "operator", "part": "phase", "bytes": "bytes", "module": "module", "source": "source"
+        }  # fmt: skip
         table = _table([*row["holders"][:MAX_ROWS], before], columns)
         yield f"<details{' open' * (i == 0)}><summary>{title}</summary>{table}</details>"
 
@@ -178,18 +185,25 @@ def _plain(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else escape(str(value))
 
 
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
+
+
 def _share(value: float) -> str:
     return f"{value:.1%}"
 
 
 @cache
 def _link(source: str) -> str:
-    """Return a link that opens "file:line" in an editor if this machine has the file, else the text."""
+    """Return a link that opens "file:line" in an editor, and the line; the text alone if no folder of `sys.path` has
+    the file."""
     name, _, line = source.rpartition(":")
-    file = next((path for folder in sys.path if (path := Path(folder, name)).is_file()), None) if name else None
+    found = ((Path(folder).resolve(), Path(folder, name).resolve()) for folder in sys.path if name)
+    file = next((path for folder, path in found if path.is_relative_to(folder) and path.is_file()), None)
     if file is None:
         return escape(source)
-    return f'<a href="vscode://file{quote(file.resolve().as_posix())}:{int(line)}">{escape(source)}</a>'
+    link = f'<a href="vscode://file{quote(file.as_posix())}:{int(line)}">{escape(source)}</a>'
+    return link + _code(getline(str(file), int(line)).strip()[:MAX_CODE])
 
 
 def _script(identifier: str, json: str) -> str:
@@ -199,7 +213,7 @@ def _script(identifier: str, json: str) -> str:
 
 
 _TIMES = (*PARTS, "total", "overlap", "waiting", "self", "gpu_self", "gpu_total", "time", "mean_kernel")
-_SIZES = ("bytes", "self_allocated", "allocated", "self_net")
+_SIZES = ("bytes", "call_bytes", "self_allocated", "allocated", "self_net")
 _FORMATS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(_TIMES, format_time),
     **dict.fromkeys(_SIZES, format_size),
@@ -207,4 +221,5 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "occupancy": "{:.1f}%".format,
     "blocks_per_sm": "{:.2f}".format,
     "source": _link,
+    "module": _code,
 }

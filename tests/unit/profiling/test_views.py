@@ -35,7 +35,8 @@ def test_a_step_is_divided_into_computation_communication_input_and_the_rest(tmp
     assert report["ranks"][1]["waiting"] == 0
     collectives = {(row["rank"], row["name"]): row for row in report["collectives"]}
     assert collectives[0, "all_reduce"] == {
-        "rank": 0, "name": "all_reduce", "calls": 2, "bytes": 8000, "time": 144 * MS,
+        "rank": 0, "name": "all_reduce", "type": "float", "call_bytes": 4000, "calls": 2, "bytes": 8000,
+        "time": 144 * MS,
     }  # fmt: skip
 
 
@@ -142,6 +143,51 @@ def test_the_peak_is_what_was_allocated_before_and_the_live_allocations(tmp_path
     assert row["live"] == sum(holder["bytes"] for holder in row["holders"])
 
 
+def test_the_modules_around_an_allocation_are_named_also_in_the_backward_pass(tmp_path):
+    trace = TraceFile()
+    trace.span("ProfilerStep#0", 0, 100)
+    for start, end, name in ((0, 40, "Prior_0"), (5, 30, "Block_3")):
+        trace.add(f"nn.Module: {name}", "python_function", start, end)
+    trace.op("aten::mm", 10, 20, **{"Sequence number": 5})
+    trace.allocate(11, 64, 1)
+    trace.op("autograd::engine::evaluate_function: MmBackward0", 50, 70, **{"Sequence number": 5})
+    trace.op("aten::t", 55, 60)
+    trace.allocate(56, 32, 2)
+    trace.op("aten::add", 80, 90)
+    trace.allocate(81, 8, 3)
+    holders = report_of(tmp_path, trace)["memory"][0]["holders"]
+    assert [(row["bytes"], row["module"]) for row in holders] == [
+        (64, "Prior_0 > Block_3"), (32, "Prior_0 > Block_3"), (8, "")
+    ]  # fmt: skip
+
+
+def test_collectives_are_divided_by_size_and_type(tmp_path):
+    trace = straggler(0)
+    trace.all_reduce(96, 97, elements=10)
+    trace.span("gloo:all_reduce", 97, 99, 2, **{"Input Dims": [[1000]], "Input type": ["c10::Half"]})
+    rows = report_of(tmp_path, trace)["collectives"]
+    assert [(row["type"], row["call_bytes"], row["calls"], row["bytes"]) for row in rows] == [
+        ("float", 4000, 2, 8000), ("half", 2000, 1, 2000), ("float", 40, 1, 40)
+    ]  # fmt: skip
+
+
+def test_the_page_shows_lines_of_code_below_the_folders_that_python_imports_from_alone(tmp_path, monkeypatch):
+    trace = TraceFile()
+    trace.span("ProfilerStep#0", 0, 100)
+    (tmp_path / "code/own").mkdir(parents=True)
+    (tmp_path / "code/own/model.py").write_text("first\n    y = x < 1  # second\n")
+    (tmp_path / "outside.py").write_text("secret\n")
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    names = ("own/model.py(2): f", "../outside.py(1): f", f"{tmp_path}/outside.py(1): f", "own/gone.py(1): f")
+    for i, name in enumerate(names):
+        trace.add(name, "python_function", 10 * i, 10 * i + 9)
+        trace.op(f"aten::op{i}", 10 * i + 1, 10 * i + 8)
+    traces = [read_trace(trace.save(tmp_path))]
+    page = save_report(tmp_path / "report.html", analyze(traces), traces).read_text()
+    assert "<code>y = x &lt; 1  # second</code>" in page and page.count("vscode://") == 1
+    assert "own/gone.py:1" in page and "secret" not in page
+
+
 def test_who_holds_the_peak(tmp_path):
     trace = TraceFile()
     trace.span("ProfilerStep#0", 0, 100)
@@ -154,7 +200,7 @@ def test_who_holds_the_peak(tmp_path):
     trace.allocate(60, -64 << 20, 1)
     report = report_of(tmp_path, trace)
     holder = report["memory"][0]["holders"][0]
-    assert holder == {"operator": "aten::softmax", "phase": "forward", "source": "", "bytes": 64 << 20}
+    assert holder == {"operator": "aten::softmax", "phase": "forward", "module": "", "source": "", "bytes": 64 << 20}
     assert "One tensor of 67.1 MB, from aten::softmax, is 89% of the peak of 75.5 MB" in str(report["recommendations"])
 
 
