@@ -31,7 +31,7 @@ from limner.sampling.parallel import generate
 from limner.tasks.signs import CELL, SIZE, Sign, read_sign, render_sign, sample_sign, sample_word
 from limner.text.bpe import Tokenizer
 
-SEEDS, COPIES = range(4), 4  # copies of each sign, each with its own split into tokens
+SEEDS, COPIES = range(8), 4  # copies of each sign, each with its own split into tokens
 SETTINGS = {"words": 1_000, "pictures": 8_192, "shown": 256, "steps": 2_000, "batch": 32}
 QUICK = {"words": 20, "pictures": 64, "shown": 4, "steps": 4, "batch": 8}
 OPTIMIZER = MuonConfig(fallback_adamw=AdamWConfig(lr=5e-3))
