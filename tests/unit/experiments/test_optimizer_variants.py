@@ -18,6 +18,7 @@ from limner.experiments.optimizer_variants import (
     trial,
 )
 from limner.experiments.tiny_models import CLIP, train_clip
+from limner.optim.optimizers import Beta2WarmupAdamWConfig
 from toy_sweeps import reproduce
 
 
@@ -67,10 +68,11 @@ def cell(accuracy=0.5, loss=1.0, spikes=0):
     return {"loss": [loss] * 600, "accuracy": accuracy, "spikes": spikes}
 
 
+#: Accuracy and final loss of settings that differ from the others, which have 0.5 and 1.
 SCHEDULES = {
-    "equal": ([cell(0.4, 2.0), cell(), cell(), cell(), cell(), cell(), cell()], True),
-    "fast": ([cell(0.4, 0.9), cell(), cell(), cell(), cell(), cell(), cell()], False),
-    "accurate": ([cell(0.4, 2.0), cell(), cell(), cell(), cell(), cell(0.6), cell()], False),
+    "equal": ({("constant", 0.5): (0.4, 2.0)}, True),
+    "fast": ({("constant", 0.5): (0.4, 0.9)}, False),
+    "accurate": ({("constant", 0.5): (0.4, 2.0), ("lambda", 0.5): (0.6, 1.0)}, False),
 }
 SPIKES = {
     "remedied": ([cell(spikes=5), cell(), cell(spikes=3), cell()], True),
@@ -104,13 +106,22 @@ def test_optimizers_are_compared_at_learning_rates_that_other_seeds_chose(accura
     assert not set(finding.settings["seeds"]) & set(CHOICE_SEEDS)
 
 
-@pytest.mark.parametrize(
-    ("name", "cells", "holds"),
-    [
-        (name, *case)
-        for name, cases in (("beta2-schedule", SCHEDULES), ("spike-remedies", SPIKES))
-        for case in cases.values()
-    ],
-)
-def test_claims_hold_and_fail(name, cells, holds, monkeypatch, tmp_path):
-    assert reproduce(name, cells, monkeypatch, tmp_path).holds is holds
+@pytest.mark.parametrize(("values", "holds"), SCHEDULES.values(), ids=[*SCHEDULES])
+def test_schedules_of_beta2_are_compared_with_the_constant_that_other_seeds_chose(values, holds, monkeypatch, tmp_path):
+    """The constant 0.95 is best for the seeds that choose; 0.9 would be better for those that compare."""
+
+    def result(optimizer, seed, **_):
+        is_schedule = isinstance(optimizer, Beta2WarmupAdamWConfig)
+        label = ("lambda", optimizer.power) if is_schedule else ("constant", optimizer.betas[1])
+        if seed in CHOICE_SEEDS:
+            return cell(0.9 if label == ("constant", 0.95) else 0.1)
+        return cell(*{("constant", 0.9): (0.7, 1.0), **values}.get(label, (0.5, 1.0)))
+
+    monkeypatch.setattr(sweep, "run_trials", lambda folder, trial, settings, workers: [result(**s) for s in settings])
+    finding = load("beta2-schedule").reproduce(tmp_path, False)
+    assert finding.holds is holds and "less that with a constant 0.95:" in finding.verdict
+
+
+@pytest.mark.parametrize(("cells", "holds"), SPIKES.values(), ids=[*SPIKES])
+def test_spike_remedies_hold_and_fail(cells, holds, monkeypatch, tmp_path):
+    assert reproduce("spike-remedies", cells, monkeypatch, tmp_path).holds is holds
