@@ -26,7 +26,9 @@ def test_generated_requests_get_the_answers_of_the_description(tmp_path):
         options = ["--phases", "coverage,fuzzing", "--continue-on-failure"]
         options += ["--max-time", SECONDS] if SECONDS else ["--seed", "0", "--max-examples", "20"]
         command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run", url, *options]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=900 + int(SECONDS or 0), check=False
+        )
         alive = server.send("GET", "/health")[0] == 200
     assert done.returncode == 0 and alive, done.stdout[-5_000:]
     generated = re.search(r"(\d+) generated", done.stdout)
