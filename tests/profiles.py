@@ -51,7 +51,7 @@ class TraceFile:
         path = folder / f"rank{self.rank}.json"
         document = {
             "schemaVersion": 1, "deviceProperties": self.devices, "host_name": self.host,
-            "distributedInfo": {"rank": self.rank, "world_size": 2}, "limner_loading": self.loading,
+            "distributedInfo": {"rank": self.rank, "world_size": 2}, "limner": {"loading": self.loading},
             "traceEvents": self.events,
         }  # fmt: skip
         path.write_text(json.dumps(document))

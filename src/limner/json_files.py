@@ -33,9 +33,8 @@ def write_json(path: str | Path, value: Any, indent: int | None = None, ensure_a
 def parse_json(data: bytes | str) -> Any:
     """Parse JSON text. Raises `ValueError` if the text is malformed or nested deeper than `MAX_DEPTH`."""
     text = data if isinstance(data, str) else data.decode(json.detect_encoding(data), "surrogatepass")
-    has_long_number = _LONG_NUMBER in text.encode("ascii", "replace").translate(_DIGITS)
     try:
-        level = [value := _LONG_NUMBERS.decode(text) if has_long_number else json.loads(text)]
+        level = [value := _DECODER.decode(text)]
     except RecursionError:
         raise ValueError("nested too deep") from None
     for _ in range(MAX_DEPTH):
@@ -94,6 +93,4 @@ def _integer(digits: str) -> int | float:
 
 
 _CONTAINERS = {dict, list}
-_DIGITS = bytes.maketrans(b"123456789", b"000000000")
-_LONG_NUMBER = b"0" * (_MAX_DIGITS + 1)
-_LONG_NUMBERS = json.JSONDecoder(parse_int=_integer)  # several times as slow as `json.loads`
+_DECODER = json.JSONDecoder(parse_int=_integer)

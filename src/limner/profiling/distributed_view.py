@@ -127,7 +127,7 @@ def collective_type(event: Event) -> str:
     """Return the type of a collective's numbers, such as float; "" if the trace lacks it."""
     kinds = event.args.get("Input type")
     kind = event.args.get("dtype") or (kinds[0] if isinstance(kinds, list) and kinds else "")
-    return str(kind).removeprefix("c10::").lower()[:MAX_NAME]
+    return _type_name(kind)[:MAX_NAME]
 
 
 def collective_bytes(event: Event) -> int:
@@ -140,8 +140,12 @@ def collective_bytes(event: Event) -> int:
     total = 0.0
     for shape, kind in zip(shapes, kinds, strict=False):
         if isinstance(shape, list) and all(isinstance(n, int | float) and 0 <= n < 2**40 for n in shape):
-            total += math.prod(map(float, shape)) * _ITEM_BYTES.get(str(kind).removeprefix("c10::").lower(), 0)
+            total += math.prod(map(float, shape)) * _ITEM_BYTES.get(_type_name(kind), 0)
     return int(total) if total < 2**60 else 0
+
+
+def _type_name(kind: object) -> str:
+    return str(kind).removeprefix("c10::").lower()
 
 
 def receives(event: Event) -> bool:

@@ -52,7 +52,6 @@ class ProfileRecorder(Hook):
                 profile_memory=True,
                 with_stack=self.stacks,
             )
-            self._profile.preset_metadata_json("limner", f'{{"first_step": {self.first}}}')
             self._profile.start()
             listeners.add(self._add_loaded)
 
@@ -73,8 +72,8 @@ class ProfileRecorder(Hook):
     def _stop(self) -> None:
         if self._profile:
             listeners.remove(self._add_loaded)
-            totals = {part: (len(times), sum(times)) for part, times in self._loading.items()}
-            self._profile.add_metadata_json("limner_loading", to_json(totals))
+            loading = {part: (len(times), sum(times)) for part, times in self._loading.items()}
+            self._profile.add_metadata_json("limner", to_json({"first_step": self.first, "loading": loading}))
             self._profile.stop()
             self._profile = None
 

@@ -170,8 +170,9 @@ def read_trace(path: Path | Url, number: int = 0) -> Trace:
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from None
     rank = _mapping(document.get("distributedInfo")).get("rank")
-    first = _mapping(document.get("limner")).get("first_step")
-    devices, loading = document.get("deviceProperties"), _mapping(document.get("limner_loading"))
+    limner = _mapping(document.get("limner"))
+    first, loading = limner.get("first_step"), _mapping(limner.get("loading"))
+    devices = document.get("deviceProperties")
     return Trace(
         path=path,
         rank=rank if isinstance(rank, int) and 0 <= rank < 1 << 31 else number,
