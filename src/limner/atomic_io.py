@@ -95,11 +95,12 @@ def atomic_folder(path: str | os.PathLike[str], check: Callable[[], None] = lamb
         for file in (*fresh.iterdir(), fresh):
             fsync(file)
         check()
-        if path.exists():
-            _exchange(fresh, path)
-            shutil.rmtree(fresh)
-        else:
+        try:
             os.replace(fresh, path)
+        except OSError:  # a folder with content has this name
+            if not path.is_dir():
+                raise
+            _exchange(fresh, path)
     _sync_folder(path.parent)
 
 
@@ -170,11 +171,16 @@ def _temporary(path: Path, folder: bool) -> Iterator[tuple[Path, int]]:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         if folder:
             temporary.mkdir()
-        descriptor = os.open(temporary, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            descriptor = os.open(temporary, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileNotFoundError:
+            if not folder:
+                raise
+            continue  # another process removed it as abandoned
         if fcntl is not None:
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_nlink:  # else another process removed it as abandoned before it was locked
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for a process that removes it as abandoned
+        if fcntl is None or _has_name(descriptor, temporary):
             break
         os.close(descriptor)
     try:
@@ -192,28 +198,40 @@ def _remove_abandoned(path: Path) -> None:
     temporary_name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         for entry in entries:
-            if temporary_name.fullmatch(entry.name) and (descriptor := _locked_file(entry.path)) not in (None, -1):
-                is_folder = entry.is_dir(follow_symlinks=False)
-                shutil.rmtree(entry.path) if is_folder else os.unlink(entry.path)
-                os.close(descriptor)
+            if not temporary_name.fullmatch(entry.name):
+                continue
+            with contextlib.suppress(OSError):  # the writer has renamed or deleted it
+                if (descriptor := _locked_file(entry.path, create=False)) in (None, -1):
+                    continue
+                try:
+                    is_folder = entry.is_dir(follow_symlinks=False)
+                    shutil.rmtree(entry.path, ignore_errors=True) if is_folder else os.unlink(entry.path)
+                finally:
+                    os.close(descriptor)
 
 
-def _locked_file(path: str | os.PathLike[str]) -> int | None:
-    """Lock a file (created if missing) or folder. Return its descriptor, None if it is locked, -1 without locks."""
+def _locked_file(path: str | os.PathLike[str], create: bool = True) -> int | None:
+    """Lock a file or folder. Return its descriptor, None if it is locked, -1 without locks. Create a missing file."""
     if fcntl is None:
         return -1
     while True:
-        mode = os.O_RDONLY if os.path.isdir(path) else os.O_RDWR | os.O_CREAT
+        mode = os.O_RDONLY if os.path.isdir(path) else os.O_RDWR | (os.O_CREAT if create else 0)
         descriptor = os.open(path, mode | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(descriptor)
             return -1 if error.errno in _NO_LOCKS else None
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
+        if _has_name(descriptor, path):
+            return descriptor
         os.close(descriptor)  # the previous holder removed the file: retry
+
+
+def _has_name(descriptor: int, path: str | os.PathLike[str]) -> bool:
+    """Return whether an open file or folder (still) has this name."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False
 
 
 def _exchange(a: Path, b: Path) -> None:

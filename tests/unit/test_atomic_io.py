@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -102,6 +103,26 @@ def test_files_of_a_killed_writer_are_removed_and_those_of_a_running_one_are_not
     with atomic_folder(path) if writer == "atomic_folder" else atomic_writer(path):
         pass
     assert {entry.name for entry in tmp_path.iterdir()} == {"out", other.name}
+
+
+def _writes_often(path: str) -> list[str]:
+    """Replace the file `path` and the folder `path`.folder 300 times each; return the errors."""
+    errors = []
+    for _ in range(300):
+        try:
+            atomic_write_text(path, "text")
+            with atomic_folder(f"{path}.folder") as fresh:
+                (fresh / "file").touch()
+        except OSError as error:
+            errors.append(repr(error))
+    return errors
+
+
+def test_processes_that_write_the_same_path_do_not_remove_each_others_temporary_files(tmp_path: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        assert pool.map(_writes_often, [str(tmp_path / "out")] * 4, chunksize=1) == [[]] * 4
+    assert {entry.name for entry in tmp_path.iterdir()} == {"out", "out.folder"}
+    assert [entry.name for entry in (tmp_path / "out.folder").iterdir()] == ["file"]
 
 
 def test_a_folder_is_replaced_whole_or_stays(tmp_path: Path, monkeypatch) -> None:
