@@ -22,6 +22,7 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
+from limner.runs.rms_monitor import RMSMonitor
 from limner.training.checkpoint import completed
 from limner.training.config import TrainConfig
 from limner.training.freezing import Freezing
@@ -30,7 +31,6 @@ from limner.training.hooks import Hook
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import Parallel
-from limner.training.rms_monitor import RMSMonitor
 from limner.training.train_state import TrainState
 from shard_ranks import Tokens
 

@@ -28,9 +28,9 @@ from limner.experiments.tiny_models import CLIP, accuracy, train_clip
 from limner.metrics import spikes
 from limner.metrics.spikes import SpikeMatch
 from limner.numerics.precision import Bf16, Fp32
+from limner.optim.adam_base import rms
 from limner.optim.optimizers import AdamWConfig, StableAdamWConfig
 from limner.training.hooks import Hook
-from limner.training.rms_monitor import rms
 from limner.training.train_state import TrainState
 
 GPU = torch.cuda.is_available()

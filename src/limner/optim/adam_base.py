@@ -30,8 +30,9 @@ from torch import Tensor
 from limner import compat
 from limner.numerics.compile_elementwise import can_launch_triton
 from limner.numerics.formats import E6M9, HALF_FORMATS, UE6M10
+from limner.numerics.precision import upcast
 from limner.numerics.seeding import rounding_seed
-from limner.optim.dtensor import to_local
+from limner.optim.dtensor import mean_over_shards, split_by_placement, to_local
 from limner.optim.grad_access import grad_values
 
 MOMENT_FORMATS = {"exp_avg": E6M9, "exp_avg_sq": UE6M10}
@@ -54,6 +55,31 @@ def read_moment(state: Mapping[str, Tensor], moment: str) -> Tensor:
     """Local shard of a moment as numbers: the stored fp32 tensor, or a decoded copy."""
     stored = to_local(state[moment])
     return stored if stored.is_floating_point() else MOMENT_FORMATS[moment].unpack(stored)
+
+
+def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield tensors with a gradient and a running mean of squares, each with its RMS_t [] of the coming step.
+
+    u_t = max(v_t / (1 - beta2^t), eps^2) with v_t = beta2 v_{t-1} + (1 - beta2) g_t^2, which AdamW16 bounds (B.2 of
+    Ramesh et al. 2021). Sums over shards share one collective.
+    """
+    ratios: dict[Tensor, Tensor] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                state = optimizer.state.get(p, {})
+                if p.grad is None or "exp_avg_sq" not in state:
+                    continue
+                beta2_warmup = "power" in group  # beta2 with warm-up begins at 0: no bias correction
+                step = state["step"].double() + 1  # stays on its device: avoids a synchronization
+                beta = 1 - step ** -group["power"] if beta2_warmup else torch.full_like(step, group["betas"][1])
+                square = upcast(grad_values(p.grad)).square()
+                v = beta * upcast(read_moment(state, "exp_avg_sq")) + (1 - beta) * square
+                v = v.clamp_max(group.get("max_exp_avg_sq", inf))
+                u = (v if beta2_warmup else v / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST_NORMAL))
+                ratios[p] = (square / u).sum()
+    for tensors in split_by_placement(ratios):
+        yield from zip(tensors, mean_over_shards([ratios[p] for p in tensors], tensors).sqrt(), strict=True)
 
 
 class Coefficients(NamedTuple):

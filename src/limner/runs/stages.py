@@ -32,6 +32,7 @@ from limner.progress import progress
 from limner.recipes.recipe import STAGE_TITLES, Recipe, Stage, resolve
 from limner.reranker import Reranker, is_clip, load_clip
 from limner.runs.codebook_monitor import CollapseWarning
+from limner.runs.rms_monitor import RMSMonitor
 from limner.runs.run_data import RunData
 from limner.text.bpe import Tokenizer
 from limner.training.checkpoint import completed, fill_model, load_weights, model_tensors
@@ -39,7 +40,6 @@ from limner.training.freezing import Freezing
 from limner.training.hooks import Hook
 from limner.training.kernel_report import KernelReport
 from limner.training.loop import train
-from limner.training.rms_monitor import RMSMonitor
 from limner.training.train_state import Evaluate, TrainState
 
 StageHooks = Callable[[Path], Sequence[Hook]]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from limner.optim import AdamW16, Beta2WarmupAdamW, Lion, Muon, StableAdamW
-from limner.training.rms_monitor import rms
+from limner.optim.adam_base import rms
 
 Make = Callable[..., torch.optim.Optimizer]
 MAKES = [AdamW16, Beta2WarmupAdamW, Lion, StableAdamW, lambda ps: StableAdamW(ps, quantize_state=True)]

@@ -18,12 +18,12 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.contrastive import CLIPLoss
 from limner.optim.optimizers import AdamWConfig
 from limner.quantization.precisions import SimulatedGradients
+from limner.runs.rms_monitor import RMSMonitor
 from limner.text import PAD
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import PerBlockGradScaler, Scale, scaling
 from limner.training.loop import train
 from limner.training.parallel import SingleProcess
-from limner.training.rms_monitor import RMSMonitor
 from limner.training.step import update
 from limner.training.train_state import TrainState
 

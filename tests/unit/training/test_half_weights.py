@@ -11,6 +11,7 @@ from limner.models.transformer import SIZES
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim import adamw, grad_access
+from limner.optim.adam_base import rms
 from limner.optim.optimizers import AdamW16Config, AdamWConfig, Beta2WarmupAdamWConfig, MuonConfig, StableAdamWConfig
 from limner.planner.dry_run import state_bytes
 from limner.planner.launch import Launch
@@ -21,7 +22,6 @@ from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
-from limner.training.rms_monitor import rms
 from limner.training.step import update
 from limner.training.train_state import TrainState
 from tokens_in_turn import PRIOR, Tokens

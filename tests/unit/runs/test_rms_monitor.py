@@ -17,12 +17,12 @@ from limner.errors import UserError
 from limner.models.transformer import Block
 from limner.numerics.formats import UE6M10
 from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW, grad_access, optimizers
-from limner.optim.adam_base import read_moment
+from limner.optim.adam_base import read_moment, rms
 from limner.optim.optimizers import AdamWConfig, MuonConfig
+from limner.runs.rms_monitor import RMSMonitor
 from limner.training.checkpoint import Checkpointer, read_state
 from limner.training.config import TrainConfig
 from limner.training.loop import train
-from limner.training.rms_monitor import RMSMonitor, rms
 from limner.training.step import update
 from limner.training.train_state import TrainState
 from ranks import on_ranks

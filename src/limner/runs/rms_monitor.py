@@ -16,9 +16,7 @@ it grows with depth (Figure 2).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from limner.blocks import named_blocks
 from limner.metrics.spikes import MERGE_STEPS, RMS_SPIKE
-from limner.numerics.precision import upcast
-from limner.optim import grad_access
-from limner.optim.adam_base import SMALLEST_NORMAL, read_moment
-from limner.optim.dtensor import mean_over_shards, split_by_placement
+from limner.optim.adam_base import rms
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
 from limner.training.train_state import TrainState
@@ -110,28 +105,3 @@ class RMSMonitor(Hook):
             self.log.close()
         for handle in self.handles:
             handle.remove()
-
-
-def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield tensors with a gradient and a running mean of squares, each with its RMS_t [] of the coming step.
-
-    u_t = max(v_t / (1 - beta2^t), eps^2) with v_t = beta2 v_{t-1} + (1 - beta2) g_t^2, which AdamW16 bounds (B.2 of
-    Ramesh et al. 2021). Sums over shards share one collective.
-    """
-    ratios: dict[Tensor, Tensor] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                state = optimizer.state.get(p, {})
-                if p.grad is None or "exp_avg_sq" not in state:
-                    continue
-                beta2_warmup = "power" in group  # beta2 with warm-up begins at 0: no bias correction
-                step = state["step"].double() + 1  # stays on its device: avoids a synchronization
-                beta = 1 - step ** -group["power"] if beta2_warmup else torch.full_like(step, group["betas"][1])
-                square = upcast(grad_access.grad_values(p.grad)).square()
-                v = beta * upcast(read_moment(state, "exp_avg_sq")) + (1 - beta) * square
-                v = v.clamp_max(group.get("max_exp_avg_sq", inf))
-                u = (v if beta2_warmup else v / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST_NORMAL))
-                ratios[p] = (square / u).sum()
-    for tensors in split_by_placement(ratios):
-        yield from zip(tensors, mean_over_shards([ratios[p] for p in tensors], tensors).sqrt(), strict=True)
