@@ -22,7 +22,7 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
-from limner.runs.rms_monitor import RMSMonitor
+from limner.runs.monitors import RMSMonitor
 from limner.training.checkpoint import completed
 from limner.training.config import TrainConfig
 from limner.training.freezing import Freezing

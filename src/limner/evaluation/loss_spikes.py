@@ -1,6 +1,6 @@
 """Report of a run's loss spikes and the RMS_t spikes that precede them (Wortsman et al. 2023, Figure 4, Appendix E).
 
-The data is the `stability.jsonl` that `runs/rms_monitor.py` writes.
+The data is the `stability.jsonl` that `runs/monitors.py` writes.
 """
 
 from __future__ import annotations

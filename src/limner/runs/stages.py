@@ -31,8 +31,7 @@ from limner.pipeline import load
 from limner.progress import progress
 from limner.recipes.recipe import STAGE_TITLES, Recipe, Stage, resolve
 from limner.reranker import Reranker, is_clip, load_clip
-from limner.runs.codebook_monitor import CollapseWarning
-from limner.runs.rms_monitor import RMSMonitor
+from limner.runs.monitors import CollapseWarning, RMSMonitor
 from limner.runs.run_data import RunData
 from limner.text.bpe import Tokenizer
 from limner.training.checkpoint import completed, fill_model, load_weights, model_tensors

@@ -19,7 +19,7 @@ from limner.numerics.formats import UE6M10
 from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW, grad_access, optimizers
 from limner.optim.adam_base import read_moment, rms
 from limner.optim.optimizers import AdamWConfig, MuonConfig
-from limner.runs.rms_monitor import RMSMonitor
+from limner.runs.monitors import RMSMonitor
 from limner.training.checkpoint import Checkpointer, read_state
 from limner.training.config import TrainConfig
 from limner.training.loop import train

@@ -18,7 +18,7 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.contrastive import CLIPLoss
 from limner.optim.optimizers import AdamWConfig
 from limner.quantization.precisions import SimulatedGradients
-from limner.runs.rms_monitor import RMSMonitor
+from limner.runs.monitors import RMSMonitor
 from limner.text import PAD
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import PerBlockGradScaler, Scale, scaling

@@ -1,6 +1,7 @@
-"""Monitor of training stability: RMS_t of matrices and feature magnitudes (Wortsman et al. 2023, §2.3 and §3.4).
+"""Monitors of training: stability (Wortsman et al. 2023, §2.3 and §3.4), and the collapse of a dVAE's codebook.
 
-RMS_t is logged in each step, with a warning before the loss spikes; feature magnitudes every `log_every` steps.
+RMS_t of matrices is logged in each step, with a warning before the loss spikes, and feature magnitudes every
+`log_every` steps.
 
 AdamW divides gradients g_t by the root of u_t, a running mean of their squares. `RMS_t = sqrt(mean(g_t^2 / u_t))` of a
 tensor is about 1 if u_t is up to date, and rises far above 1 after a sudden growth of gradients. The update is then too
@@ -32,6 +33,7 @@ from limner.training.metrics_log import MetricsLog
 from limner.training.train_state import TrainState
 
 MAX_NAMES = 3  # most tensors named in a warning
+_MIN_USED_SHARE, _FIRST_STEP, _CONSECUTIVE_REPORTS = 0.1, 500, 10  # of `CollapseWarning`
 
 
 class RMSMonitor(Hook):
@@ -105,3 +107,29 @@ class RMSMonitor(Hook):
             self.log.close()
         for handle in self.handles:
             handle.remove()
+
+
+class CollapseWarning(Hook):
+    """Warn once per run if the codebook has collapsed, with remedies.
+
+    Single batches may use few codes. The warning therefore needs `_CONSECUTIVE_REPORTS` reports from `_FIRST_STEP` on
+    with less than `_MIN_USED_SHARE` of the vocabulary in use. Checkpoints hold their count and whether the run warned.
+    """
+
+    saved = ("low_reports", "warned")
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab, self.low_reports, self.warned = vocab, 0, False
+
+    def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
+        codes = row.get("codes", self.vocab)
+        low = run.step >= _FIRST_STEP and codes < _MIN_USED_SHARE * self.vocab
+        self.low_reports = self.low_reports + 1 if low else 0
+        if self.low_reports >= _CONSECUTIVE_REPORTS and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"the codebook has collapsed: {codes:.0f} of {self.vocab} codes are in use after {run.step} steps; "
+                "for small or flat pictures train with objective BalancedELB (or raise its usage_kl_weight), raise "
+                "min_log_b, or lower the learning rate",
+                stacklevel=2,
+            )

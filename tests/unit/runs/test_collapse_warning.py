@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from limner.runs.codebook_monitor import CollapseWarning
+from limner.runs.monitors import CollapseWarning
 
 
 def report(code_counts: list[float], vocab: int = 1_000, resumed_at: int | None = None) -> None:
