@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +25,7 @@ from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
 from limner.runs.monitors import RMSMonitor
+from limner.training.auto_cache import AutoCache
 from limner.training.checkpoint import completed
 from limner.training.config import TrainConfig
 from limner.training.freezing import Freezing
@@ -143,12 +146,19 @@ def train_in(out: Path, parallel: Parallel | PipelineLayout, hook: Hook, steps: 
     _train(begin(parallel, steps=steps), out, hook)
 
 
-def freeze_in(out: Path, parallel: Parallel | PipelineLayout, rule: FreezingRule, steps: int = CONFIG.steps) -> None:
-    """Train a prior of 12 blocks that a rule freezes. `steps` ends the run early."""
+def freeze_in(
+    out: Path, parallel: Parallel | PipelineLayout, rule: FreezingRule, steps: int = CONFIG.steps, cached: bool = False
+) -> None:
+    """Train a prior of 12 blocks that a rule freezes. `steps` ends the run early. With `cached`, processes read the
+    output of frozen blocks from one file."""
     if isinstance(parallel, PipelineLayout):
         parallel = Pipelined(parallel)
     run = begin(parallel, depth=12)
-    _train(run, out, Freezing(run, rule, 2, lambda metrics: metrics["image"]), Until(steps))
+    hooks: list[Hook] = [freezing := Freezing(run, rule, 2, lambda metrics: metrics["image"])]
+    times = iter([1.0, 2.0] * 100)  # reading is faster than computing
+    with mock.patch("limner.training.auto_cache._fastest", lambda work: work() is not None and next(times)):
+        hooks += [AutoCache(run, freezing, out / "cache", 1 << 24, [])] if cached else []
+        _train(run, out, *hooks, Until(steps), data=Repeated() if cached else None)
 
 
 class Until(Hook):
@@ -165,8 +175,15 @@ class Until(Hook):
         return self.ended
 
 
-def _train(run: TrainState, out: Path, *hooks: Hook) -> None:
-    stream = Stream(Tokens(), 16, seed=3, prefetch=1)
+class Repeated(Tokens):
+    """Samples that are the same in each epoch."""
+
+    def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
+        return super().batch(indices, indices)
+
+
+def _train(run: TrainState, out: Path, *hooks: Hook, data: Tokens | None = None) -> None:
+    stream = Stream(data or Tokens(), 16, seed=3, prefetch=1)
     evaluate = held_out_metrics(Autoregressive(), Tokens(), 32, torch.device("cpu"))
     try:
         train(run, stream, out, hooks=[RMSMonitor(out), *hooks], evaluate=evaluate)

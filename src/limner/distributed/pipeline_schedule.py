@@ -24,7 +24,7 @@ from limner.errors import UserError
 from limner.numerics.precision import upcast
 from limner.spans import span
 from limner.training.parallel import GradientInputs, Reduction
-from limner.training.train_module import Batch
+from limner.training.train_module import Batch, frozen_output
 
 Order = Literal["gpipe", "1f1b"]
 ORDERS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -107,7 +107,7 @@ class ScheduleRunner:
     @torch.no_grad()
     def _frozen_output(self, batch: Batch) -> Tensor:
         with span("forward"), self._autocast():
-            return self.model.run(self.objective.inputs(self.model, batch), 0, self.layout.frozen)
+            return frozen_output(self.objective, self.model, batch, self.layout.frozen)
 
     def _share_metrics(self, losses: list[Tensor]) -> dict[str, Tensor]:
         """Return the metrics of the last stage on all stages."""

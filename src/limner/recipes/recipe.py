@@ -108,6 +108,7 @@ class PriorStage(Validated):
             sends fp32. `limner train --grad-compression` overrides it.
         freezing: rule by which leading blocks stop training; None trains all blocks.
         freeze_every: updates between two decisions of the rule.
+        cache_mb: largest size in MiB of the cache of the frozen blocks' output, which later epochs read; 0 computes it.
         caption_dropout: share of empty captions in training, required by guidance (typically 0.1).
         related_by: keys of metadata, most general first. Pictures that agree in them are related, and the model learns
             to follow one (`data/related.py`), which needs `model.condition_blocks`.
@@ -124,6 +125,7 @@ class PriorStage(Validated):
     grad_compression_rank: Annotated[int | None, Range(1, 2**16)] = None
     freezing: AnyFreezingRule | None = None
     freeze_every: Annotated[int, Range(1, 10**6)] = 100
+    cache_mb: Annotated[int, Range(0, 10**7)] = 0
     caption_dropout: Annotated[float, Range(0, 1)] = 0.0
     related_by: tuple[str, ...] = ()
     related_share: Annotated[float, Range(0, 1)] = 0.75
@@ -139,6 +141,10 @@ class PriorStage(Validated):
             raise InvalidSetting("examples", "must be 0 without related_by: the prior follows no picture")
         if self.related_by and self.augment:
             raise InvalidSetting("related_by", "must be empty with augment: related pictures are encoded once")
+        if self.cache_mb and not self.freezing:
+            raise InvalidSetting("cache_mb", "must be 0 without freezing: only frozen blocks are cached")
+        if self.cache_mb and (self.augment or self.related_by):
+            raise InvalidSetting("cache_mb", "must be 0 with augment or related_by: their samples differ in each epoch")
 
 
 @dataclass(frozen=True, kw_only=True)

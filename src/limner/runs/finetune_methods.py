@@ -21,7 +21,7 @@ from limner.models.transformer import Transformer
 from limner.numerics.seeding import fold_in
 from limner.optim.optimizers import AdamWConfig
 from limner.pipeline import TextToImage
-from limner.training.auto_cache import AutoCache
+from limner.training.auto_cache import CACHE, AutoCache
 from limner.training.config import TrainConfig
 from limner.training.freezing import Freezing
 from limner.training.freezing_rules import AnyFreezingRule, GuardedFreezing
@@ -30,8 +30,6 @@ from limner.training.train_state import TrainState
 from limner.validation import SEEDS, Range, Validated
 
 __all__ = ["METHODS", "ElasticFinetuning", "FinetuneConfig", "FullFinetuning", "LoRA"]
-
-CACHE = "activations"  # folder of a run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Each stage is one call of the training loop. Each has its own folder and resumes
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,6 +35,7 @@ from limner.reranker import Reranker, is_clip, load_clip
 from limner.runs.monitors import CollapseWarning, RMSMonitor
 from limner.runs.run_data import RunData
 from limner.text.bpe import Tokenizer
+from limner.training.auto_cache import CACHE, AutoCache
 from limner.training.checkpoint import completed, fill_model, load_weights, model_tensors
 from limner.training.freezing import Freezing
 from limner.training.hooks import Hook
@@ -115,11 +117,14 @@ class StageTrainer:
             run = TrainState(model, stage.objective, training, self.device, parallel)
             hooks.append(RMSMonitor(self.out / name))
             if rule := getattr(stage, "freezing", None):
-                hooks.append(Freezing(run, rule, stage.freeze_every, lambda metrics: metrics["image"]))
+                hooks.append(freezing := Freezing(run, rule, stage.freeze_every, lambda metrics: metrics["image"]))
                 record["freezing"] = rule.record(stage.freeze_every)
+                if stage.cache_mb:
+                    hooks.append(AutoCache(run, freezing, self.out / name / CACHE, stage.cache_mb << 20, [data]))
             hooks += self.stage_hooks(self.out / name) if self.stage_hooks else []
             trained = train(run, stream, self.out / name, evaluate=evaluate, record=record, hooks=hooks, bar=bar)
         stream.close()
+        shutil.rmtree(self.out / name / CACHE, ignore_errors=True)
         if name != "dvae" and not parallel.is_main:
             return None
         if any(is_dtensor(p) or p.is_meta for p in model.parameters()):  # divided among processes

@@ -120,6 +120,8 @@ def _check(run_data: RunData, stages: Sequence[str]) -> ResolvedRecipe:
         raise UserError(f"the prior in {out} was trained on tokens of its dVAE: train another dVAE in a new folder")
     if "prior" in trained and trained["prior"].freezing and not run_data.parallel.can_freeze:
         raise UserError(CANNOT_FREEZE)
+    if "prior" in trained and trained["prior"].cache_mb and resolved.recipe.text.dropout:
+        raise UserError("prior.cache_mb needs text.dropout 0: else captions have other tokens in each epoch")
     if "prior" in trained and not ("dvae" in trained or resolved.dvae_bundle or done):
         raise UserError(f"no dVAE in {out / 'dvae'}: train the stage 'dvae' first")
     return resolved

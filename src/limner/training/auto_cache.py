@@ -32,8 +32,9 @@ from limner.training.hooks import Hook
 from limner.training.train_module import StagedObjective
 from limner.training.train_state import TrainState
 
-__all__ = ["AutoCache"]
+__all__ = ["CACHE", "AutoCache"]
 
+CACHE = "activations"  # folder of a run
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 TIMINGS = 3  # of which the fastest counts
 
@@ -72,21 +73,26 @@ class AutoCache(Hook):
             name = type(self.objective).__name__
             raise UserError(f"{name} does not separate what is before and after the blocks: train without the cache")
         run.trainable.objective = _FromBoundary(self, self.objective)
+        self.number_format = str(run.config.precision.dtype(run.device))
         self.cache: ActivationCache | None = None
-        self.depth, self.sources = 0, dict[int, bytes]()  # identity of each frozen part that was cached, by depth
+        self.depth = 0
+        self.sources = dict[int, bytes]()  # identity of each part that is frozen since it was cached, by depth
         self.reads: bool | None = None
         self.read_seconds = self.computed_seconds = 0.0
         self.hits = self.rows = 0
 
     def before_step(self, run: TrainState) -> None:
-        if self.freezing.depth == self.depth:
-            return
-        self.depth, self.reads = self.freezing.depth, None
-        self.sources = {depth: source for depth, source in self.sources.items() if depth <= self.depth}
-        if self.depth and self.depth not in self.sources:
-            weights = weights_hash(nn.ModuleList(leading_part(run.model, self.depth)))
-            number_format = str(run.config.precision.dtype(run.device))
-            self.sources[self.depth] = identity(weights, number_format, repr(run.model.config), torch.__version__)
+        if self.freezing.depth != self.depth:
+            self.depth, self.reads = self.freezing.depth, None
+            sources = {depth: source for depth, source in self.sources.items() if depth <= self.depth}
+            self.sources = {self.depth: b""} | sources if self.depth else sources
+
+    def _source(self, model: Any, depth: int) -> bytes:
+        """Return the identity of a frozen part, of which only the first stage of a pipeline has the weights."""
+        if not self.sources[depth]:
+            weights = weights_hash(nn.ModuleList(leading_part(model, depth)))
+            self.sources[depth] = identity(weights, self.number_format, repr(model.config), torch.__version__)
+        return self.sources[depth]
 
     @torch.no_grad()
     def activations(self, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -105,7 +111,7 @@ class AutoCache(Hook):
         if not self.reads or self.cache is None:
             return self._compute(model, part)
         for depth in sorted(self.sources, reverse=True):
-            if (record := self.cache.read(sample, self.sources[depth])) is not None:
+            if (record := self.cache.read(sample, self._source(model, depth))) is not None:
                 x = record[None].to(part["text"].device)
                 if depth == self.depth:
                     self.hits += 1
@@ -114,7 +120,7 @@ class AutoCache(Hook):
                 break
         else:
             x = self._compute(model, part)
-        self.cache.write(sample, self.sources[self.depth], x[0].cpu())
+        self.cache.write(sample, self._source(model, self.depth), x[0].cpu())
         return x
 
     def _compute(self, model: Any, part: Mapping[str, Tensor]) -> Tensor:
@@ -129,7 +135,7 @@ class AutoCache(Hook):
             )
         if self.cache is None:
             self.cache = ActivationCache(self.folder, (x.shape[1], x.shape[2]), self.max_bytes)
-        cache, source = self.cache, self.sources[self.depth]
+        cache, source = self.cache, self._source(model, self.depth)
         cache.write(sample, source, x[0].cpu())
         self.read_seconds = _fastest(lambda: cache.read(sample, source))
         self.computed_seconds = _fastest(lambda: self._compute(model, part)[0].cpu())
@@ -148,7 +154,7 @@ class AutoCache(Hook):
 
 
 class _FromBoundary:
-    """The objective of a run, computed from the activations of an `AutoCache`."""
+    """The objective of a run in stages, computed from the activations of an `AutoCache`."""
 
     def __init__(self, cached: AutoCache, objective: Any) -> None:
         self.cached, self.objective = cached, objective
@@ -160,7 +166,16 @@ class _FromBoundary:
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         if not (depth := self.cached.depth):
             return self.objective(model, batch, step, generator)
-        return self.objective.loss(model, batch, model.run(self.cached.activations(model, batch), depth))
+        return self.loss(model, batch, model.run(self.frozen_output(model, batch, depth), depth))
+
+    def inputs(self, model: Any, batch: Any) -> Tensor:
+        return self.objective.inputs(model, batch)
+
+    def frozen_output(self, model: Any, batch: Any, depth: int) -> Tensor:
+        return self.cached.activations(model, batch)
+
+    def loss(self, model: Any, batch: Any, x: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return self.objective.loss(model, batch, x)
 
 
 def _fastest(work: Callable[[], object]) -> float:

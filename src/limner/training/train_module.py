@@ -50,6 +50,13 @@ class StagedObjective(Protocol):
         ...
 
 
+def frozen_output(objective: Any, model: Any, batch: Any, depth: int) -> Tensor:
+    """Return the output of the first `depth` blocks, from the cache of an objective that has one (`auto_cache.py`)."""
+    if cached := getattr(objective, "frozen_output", None):
+        return cached(model, batch, depth)
+    return model.run(objective.inputs(model, batch), 0, depth)
+
+
 class Trainable(nn.Module):
     """A module whose `forward(batch, step, generator)` returns the objective's loss and metrics. `may_freeze`: some
     parameters may stop having gradients during the run."""

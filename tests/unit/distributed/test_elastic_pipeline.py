@@ -35,10 +35,10 @@ def statistics(decision: dict[str, Any]) -> list[float]:
 
 
 def freeze_twice(out: Path) -> None:
-    """Train without a stop, and in two parts of which the first ends between two decisions."""
-    for name, parts in {"whole": (6,), "parts": (5, 6)}.items():
+    """Train without a stop, and in two parts of which the first ends between two decisions; both also with a cache."""
+    for name, parts in {"whole": (6,), "parts": (5, 6), "cached": (6,), "cached-parts": (5, 6)}.items():
         for steps in parts:
-            freeze_in(out / name, INITIAL, Planned(), steps=steps)
+            freeze_in(out / name, INITIAL, Planned(), steps=steps, cached="cached" in name)
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +47,30 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs")
     on_ranks(4, freeze_twice, out)
     freeze_in(out / "alone", SingleProcess(), Planned())
+    freeze_in(out / "alone-cached", SingleProcess(), Planned(), cached=True)
     return out
 
 
-@pytest.mark.parametrize("name", ["whole", "parts"])
+@pytest.mark.parametrize("name", ["whole", "parts", "cached", "cached-parts"])
 def test_losses_and_statistics_are_those_of_one_process(runs, name):
-    assert losses(runs / name) == pytest.approx(losses(runs / "alone"), abs=1e-6)
-    for found, expected in zip(decisions(runs / name), decisions(runs / "alone"), strict=True):
+    alone = runs / ("alone-cached" if "cached" in name else "alone")
+    assert losses(runs / name) == pytest.approx(losses(alone), abs=1e-6)
+    for found, expected in zip(decisions(runs / name), decisions(alone), strict=True):
         assert (found["step"], found["frozen"]) == (expected["step"], expected["frozen"])
         assert statistics(found) == pytest.approx(statistics(expected), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["whole", "parts"])
+@pytest.mark.parametrize("name", ["whole", "parts", "cached"])
 def test_the_length_follows_the_frozen_blocks_and_all_processes_are_used(runs, name):
     keys = ("step", "frozen", "stages", "replicas", "microbatches")
     assert [tuple(d[key] for key in keys) for d in decisions(runs / name)] == LAYOUTS
+
+
+def test_the_first_process_of_a_pipeline_reads_and_writes_the_cache(runs):
+    rows = {row["step"]: row for row in read_metrics(runs / "cached" / "metrics.jsonl")}
+    assert all(rows[step]["cache/reads"] for step in (3, 4, 5, 6)) and "cache/reads" not in rows[2]
+    (cached,) = (runs / "cached" / "cache").glob("*.activations")
+    assert 0 < cached.stat().st_size <= 1 << 24
 
 
 def die(out: Path, moment: str) -> None:

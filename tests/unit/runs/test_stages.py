@@ -34,6 +34,7 @@ from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from limner.training.freezing_rules import ScheduledFreezing
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import SingleProcess
+from limner.validation import InvalidSetting
 from more_patterns import dilated
 from tiny import tiny_recipe
 
@@ -177,6 +178,26 @@ def test_a_recipe_freezes_blocks_of_the_prior(data, tmp_path):
     assert [row["frozen"] for row in read_metrics(tmp_path / "prior/metrics.jsonl")] == [0, 1, 1, 1]
     with pytest.raises(UserError, match="a run with another freezing.every"):
         train(freeze_every=3)
+
+
+def test_the_output_of_frozen_blocks_is_cached_until_the_stage_ends(data, tmp_path):
+    recipe = with_steps(tiny_recipe(), 12, warmup_steps=0)
+    prior = replace(recipe.prior, freezing=ScheduledFreezing(end=0), freeze_every=1, augment=False)
+    losses = {}
+    for cache_mb in (0, 64):
+        changed = replace(recipe, prior=replace(prior, cache_mb=cache_mb), text=replace(recipe.text, dropout=0.0))
+        train_all(changed, data, tmp_path / str(cache_mb), stages=("dvae", "prior"))
+        rows = read_metrics(tmp_path / str(cache_mb) / "prior/metrics.jsonl")
+        losses[cache_mb] = [row["loss"] for row in rows]
+        assert ("cache/compute_ms" in rows[-1]) == bool(cache_mb)
+        assert not (tmp_path / str(cache_mb) / "prior/activations").exists()
+    assert losses[64] == pytest.approx(losses[0], abs=1e-5)
+    with pytest.raises(UserError, match="prior.cache_mb needs text.dropout 0"):
+        train_all(replace(changed, text=replace(recipe.text, dropout=0.1)), data, tmp_path / "dropout")
+    assert list((tmp_path / "dropout").iterdir()) == []
+    for settings in ({"freezing": None}, {"augment": True}):
+        with pytest.raises(InvalidSetting, match="cache_mb must be 0 with"):
+            replace(prior, cache_mb=64, **settings)
 
 
 def test_processes_that_cannot_freeze_raise_before_the_first_stage(data, tmp_path):

@@ -101,6 +101,29 @@ def test_a_deeper_record_is_computed_from_the_old_one(tmp_path, monkeypatch):
     assert calls.count(3) == 2  # only the timing computes from the tokens
 
 
+def test_a_process_that_had_no_frozen_blocks_before_reads_the_records_of_another(tmp_path, monkeypatch):
+    """Replicas of a shorter pipeline get the frozen blocks of a process that has already cached a part of them."""
+    torch.manual_seed(0)
+    run, data = TrainState(PRIOR.build(), Autoregressive(), CONFIG), numbered_tokens(6)
+    freezing = Freezing(run, Stairs(), 1, lambda metrics: 0.0)
+    caches = [AutoCache(run, freezing, tmp_path, 1 << 20, [data]) for _ in range(2)]
+    batch = data.batch(torch.arange(6).numpy(), torch.arange(6).numpy())
+    freezing.level = 1.0
+    for cache in caches:
+        cache.before_step(run)
+    caches[0].activations(run.model, batch)
+    freezing.level = 3.0
+    calls, compute = [], auto_cache.AutoCache._compute
+    monkeypatch.setattr(AutoCache, "_compute", lambda self, *a: calls.append(self) or compute(self, *a))
+    for cache in caches:
+        cache.before_step(run)
+    deeper = caches[1].activations(run.model, batch)
+    assert calls == [caches[1]] * 2  # timing one sample
+    expected = run.model.run(run.model.inputs(batch["text"], batch["image"]), 0, 3)
+    assert torch.allclose(deeper, expected, atol=1e-6)
+    assert torch.equal(caches[0].activations(run.model, batch), deeper) and caches[0].hits == 1 + 6
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_resumed_run_is_the_uninterrupted_one_with_and_without_the_file(tmp_path, keep):
     whole, rows = go(tmp_path / "whole")
