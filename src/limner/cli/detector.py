@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 from limner.cli import validate_choice
 from limner.cli.arguments import NewFolder, parse, pop_option
 from limner.errors import escape_control
+from limner.evaluation.icon_composites import is_icons
 from limner.models.detector import LayoutName
 from limner.runs.detector import PRESETS, SCENES, DetectorRecipe, train_detector
 from limner.validation import Validated
@@ -19,10 +20,11 @@ from limner.validation import Validated
 
 @dataclass(frozen=True, kw_only=True)
 class TrainDetector(Validated):
-    """Train an object detector, SSD or SSDlite, on synthetic scenes or on pictures with boxes.
+    """Train an object detector, SSD or SSDlite, on synthetic scenes, composites of icons, or pictures with boxes.
 
-    DATA is "scenes", or a folder in COCO's format: annotations.json (or another single JSON file) and the pictures that
-    it names. The same command resumes after an interruption. Measure the result with `limner evaluate detector RUN`.
+    DATA is "scenes", the output of `limner data icons` or `limner data glyphs`, or a folder in COCO's format:
+    annotations.json (or another single JSON file) and the pictures that it names. The same command resumes after an
+    interruption. Measure the result with `limner evaluate detector RUN`.
     """
 
     data: Positional[str]
@@ -34,7 +36,8 @@ class TrainDetector(Validated):
 
 def main(argv: Sequence[str]) -> None:
     """Train a detector and print the command that evaluates it."""
-    layout = pop_option("--layout", argv)[0] or ("ssdlite48" if SCENES in argv else "ssdlite320")
+    is_small = SCENES in argv or any(is_icons(word) for word in argv)
+    layout = pop_option("--layout", argv)[0] or ("ssdlite48" if is_small else "ssdlite320")
     validate_choice(layout, list(PRESETS), "layout")
     required: Any = tyro.MISSING
     default = TrainDetector(data=required, out=required, settings=PRESETS[cast(LayoutName, layout)])

@@ -25,6 +25,7 @@ from limner.errors import UserError
 from limner.evaluation.composition import sample_captions
 from limner.evaluation.confidence import Estimate, proportion
 from limner.evaluation.generate_batches import attribute_key, generate_batches
+from limner.evaluation.icon_composites import IconComposites, is_icons
 from limner.evaluation.result import EvalResult
 from limner.json_files import read_mapping
 from limner.metrics.detection import BoxSet, mean_average_precision
@@ -32,14 +33,13 @@ from limner.models.detector import Detections, Detector, DetectorConfig
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.tasks import captions, scene_reader
-from limner.tasks.rendering import render
-from limner.tasks.scene_boxes import ATTRIBUTES, scene_from_detections, true_boxes
-from limner.tasks.scenes import SHAPES, Split, sample_scene
+from limner.tasks.scene_boxes import ATTRIBUTES, SceneBoxes, scene_from_detections
+from limner.tasks.scenes import SHAPES, Split
 from limner.tasks.verify import scenes_match
 from limner.training.checkpoint import load_weights
 
 __all__ = [
-    "TrainedDetector", "agreement", "coco_pictures", "evaluate", "labeled_pictures", "load_detector", "scene_pictures",
+    "TrainedDetector", "agreement", "coco_pictures", "detect", "evaluate", "labeled_pictures", "load_detector",
 ]  # fmt: skip
 
 _BATCH = 32
@@ -75,20 +75,18 @@ def load_detector(run: str | Path) -> TrainedDetector:
 Labeled = tuple[np.ndarray, BoxSet]  # a picture uint8 [S, S, 3] and its true boxes
 
 
-def scene_pictures(size: int, count: int, seed: int, split: Split = "train") -> Iterator[Labeled]:
-    """Yield new scenes; scene i depends only on the seed and i."""
-    for i in range(count):
-        scene = sample_scene(np.random.default_rng([seed, i]), split=split)
-        boxes, labels, _ = true_boxes(scene, size)
-        yield render(scene, size), BoxSet(boxes, labels)
+def require_classes(detector: TrainedDetector, classes: Sequence[str], data: str | Path) -> None:
+    """Raise `UserError` if the classes of data are not the detector's."""
+    if detector.classes != list(classes):
+        raise UserError(f"{data} has other categories than the detector: evaluate on data with the same categories")
 
 
-def coco_pictures(folder: str | Path, classes: Sequence[str], size: int, count: int) -> Iterator[Labeled]:
+def coco_pictures(detector: TrainedDetector, folder: str | Path, count: int) -> Iterator[Labeled]:
     """Yield at most `count` readable pictures of a folder in COCO's format, resized. Raises `UserError` if its classes
     are not the detector's."""
     pictures, names = read_coco(folder)
-    if names != list(classes):
-        raise UserError(f"{folder} has other categories than the detector: evaluate on data with the same categories")
+    require_classes(detector, names, folder)
+    size = detector.model.layout.size
     dataset = CocoDataset(pictures[:count], size, "none")
     for i, picture in enumerate(dataset.pictures):
         try:
@@ -102,14 +100,18 @@ def coco_pictures(folder: str | Path, classes: Sequence[str], size: int, count: 
 def labeled_pictures(
     detector: TrainedDetector, data: str | None, count: int, seed: int, split: Split
 ) -> tuple[Iterator[Labeled], str]:
-    """Return at most `count` pictures of a folder in COCO's format, or new scenes, and their name. Raises
-    `UserError`."""
+    """Return at most `count` pictures of a folder in COCO's format, composites of icons of a split, or new scenes, and
+    their name. Raises `UserError`."""
     size = detector.model.layout.size
+    if data is not None and is_icons(data):
+        composites = IconComposites.open(data, size, "combination" if split == "held-out" else split)
+        require_classes(detector, composites.classes, data)
+        return composites.labeled(count, seed), f"composites of {split} icons"
     if data is not None:
-        return coco_pictures(data, detector.classes, size, count), data
+        return coco_pictures(detector, data, count), data
     if not detector.reads_scenes:
         raise UserError("the detector was not trained on scenes: name a folder with pictures and boxes by --data")
-    return scene_pictures(size, count, seed, split), f"{split} scenes"
+    return SceneBoxes(size, split).labeled(count, seed), f"{split} scenes"
 
 
 def evaluate(
@@ -122,7 +124,7 @@ def evaluate(
         batch += [item] if item else []
         if len(batch) == _BATCH or (batch and item is None):
             start = time.perf_counter()
-            found = _detect(detector.model, [image for image, _ in batch])
+            found = detect(detector.model, [image for image, _ in batch])
             seconds += time.perf_counter() - start
             detected += [BoxSet(*(part.numpy() for part in found_in_one[:3])) for found_in_one in found]
             truth += [boxes for _, boxes in batch]
@@ -161,7 +163,7 @@ def agreement(
     for part, batch in generate_batches(pipe, [caption for caption, _ in captioned], 1, seed, progress=progress):
         pictures = [*torch.cat([*batch.pictures]).permute(0, 2, 3, 1).contiguous().numpy()]
         start = time.perf_counter()
-        found = [scene_from_detections(*pair) for pair in zip(_detect(detector.model, pictures), pictures, strict=True)]
+        found = [scene_from_detections(*pair) for pair in zip(detect(detector.model, pictures), pictures, strict=True)]
         middle = time.perf_counter()
         read = [scene_reader.read(picture).scene for picture in pictures]
         seconds["detector"] += middle - start
@@ -190,7 +192,7 @@ def _share(values: Sequence[bool], cases: Sequence[dict[str, Any]]) -> Estimate:
     return proportion(np.array(values), [case["combination"] for case in cases])
 
 
-def _detect(model: Detector, pictures: Sequence[np.ndarray]) -> list[Detections]:
+def detect(model: Detector, pictures: Sequence[np.ndarray]) -> list[Detections]:
     """Return the detections in pictures uint8 [S, S, 3], on the CPU."""
     pixels: Tensor = torch.from_numpy(np.stack([*pictures])).permute(0, 3, 1, 2)
     return [Detections(*(part.cpu() for part in found)) for found in model.detect(pixels)]

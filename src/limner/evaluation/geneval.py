@@ -1,14 +1,14 @@
-"""GenEval's six tasks (Ghosh et al. 2023) on synthetic scenes: prompts, verdicts, and its layout of folders.
+"""GenEval's tasks (Ghosh et al. 2023) on synthetic scenes and on icons: prompts, verdicts, and its layout of folders.
 
 A prompt belongs to a task, which says what is checked: a single object and two objects by their shapes, counting by the
 number of objects of a shape, colors and attribute binding (`color_attr`) also by colors, position by a relation. Sizes,
 fills and the background, which prompts also name, are not checked. The objects are those that the scene parser finds.
-The overall score is the mean of the tasks.
+The overall score is the mean of the tasks. A drawing of an icon is a single object, which a detector finds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,10 @@ from torch import Tensor
 
 from limner.atomic_io import atomic_write_text
 from limner.evaluation.confidence import TEST_SEEDS_FROM, Estimate, proportion
+from limner.evaluation.detection import TrainedDetector, detect
 from limner.evaluation.generate_batches import generate_batches, to_image
+from limner.evaluation.icon_composites import one_icon
+from limner.evaluation.icon_pictures import Icons
 from limner.evaluation.report import SheetRow, save_png
 from limner.evaluation.result import EvalResult
 from limner.json_files import to_json
@@ -25,11 +28,12 @@ from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.sampling.generation_config import Sampler
 from limner.tasks import captions, scene_reader, scenes
-from limner.tasks.scenes import SceneObject, Split
+from limner.tasks.scenes import Split
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 DRAWINGS = 4  # of each prompt, as in GenEval
 _SHEET_PROMPTS = 12
+MIN_SCORE = 0.3  # of a detection that counts, as in GenEval
 
 
 class Prompt(NamedTuple):
@@ -73,10 +77,41 @@ def _sample(tag: str, rng: np.random.Generator, split: Split) -> Prompt:
         return Prompt(tag, prompt, tuple(include))
 
 
-def is_right(prompt: Prompt, objects: Sequence[SceneObject]) -> bool:
-    """Return True if the objects of a picture are those that the task names."""
+def icon_prompts(
+    icons: Icons, count: int, seed: int = TEST_SEEDS_FROM, split: Split = "held-out"
+) -> tuple[list[Prompt], np.ndarray]:
+    """Return captions of at most `count` icons, uint8 [N, S, S, 3], of a split, and the icons. Training pictures show
+    the subjects of held-out ones in other styles."""
+    references = icons.references
+    chosen = references.split_indices("combination" if split == "held-out" else "train", count, seed)
+    rows = [({"class": references.families[i], "count": 1}, references.captions[i]) for i in chosen]
+    prompts = [Prompt("single_object", caption, (item,)) for item, caption in rows]
+    return prompts, references.pictures[chosen].permute(0, 2, 3, 1).contiguous().numpy()
 
-    def found(item: Mapping[str, Any]) -> list[SceneObject]:
+
+class Found(NamedTuple):
+    """An object that a detector finds, named as a `SceneObject` is."""
+
+    shape: str
+    color: str | None = None
+
+
+def read_scenes(pictures: np.ndarray) -> list[Sequence[Any]]:
+    """Return the objects that the scene parser finds in each picture, uint8 [N, S, S, 3]."""
+    return [scene_reader.read(picture).objects for picture in pictures]
+
+
+def read_icons(detector: TrainedDetector, pictures: np.ndarray) -> list[Sequence[Any]]:
+    """Return the objects that a detector of icons finds in each picture, uint8 [N, S, S, 3]."""
+    size = detector.model.layout.size
+    found = detect(detector.model, [one_icon(picture, size) for picture in pictures])
+    return [[Found(detector.classes[k - 1]) for k in one.labels[one.scores >= MIN_SCORE].tolist()] for one in found]
+
+
+def is_right(prompt: Prompt, objects: Sequence[Any]) -> bool:
+    """Return True if the objects of a picture, with shape and color, are those that the task names."""
+
+    def found(item: Mapping[str, Any]) -> list[Any]:
         named = item["class"], item.get("color")
         return [x for x in objects if x.shape == named[0] and named[1] in (None, x.color)]
 
@@ -96,6 +131,7 @@ def is_right(prompt: Prompt, objects: Sequence[SceneObject]) -> bool:
 def evaluate(
     pipe: TextToImage,
     prompts: Sequence[Prompt],
+    read: Callable[[np.ndarray], list[Sequence[Any]]] = read_scenes,
     *,
     candidates: int = DRAWINGS,
     seed: int = TEST_SEEDS_FROM,
@@ -103,7 +139,7 @@ def evaluate(
     folder: Path | None = None,
     progress: Advance | None = None,
 ) -> EvalResult:
-    """Draw each prompt, check the best four of its candidates, and write them in GenEval's layout into `folder`.
+    """Draw each prompt, check the best four of its candidates by `read`, and write them into `folder`.
 
     Intervals are over prompts. Raises `ValueError` if there are fewer than four candidates.
     """
@@ -114,8 +150,8 @@ def evaluate(
     for part, batch in generate_batches(pipe, texts, candidates, seed, sampler, progress=progress):
         for i, pictures, scores in zip(part, batch.pictures, batch.scores, strict=True):
             best = pictures[scores.argsort(descending=True)[:DRAWINGS]]
-            read = [scene_reader.read(picture) for picture in best.permute(0, 2, 3, 1).contiguous().numpy()]
-            right[i] = [is_right(prompts[i], reading.objects) for reading in read]
+            objects = read(best.permute(0, 2, 3, 1).contiguous().numpy())
+            right[i] = [is_right(prompts[i], found) for found in objects]
             cases.append({**_metadata(prompts[i]), "right": right[i].astype(int).tolist()})
             if folder:
                 _write(folder / f"{i:05d}", prompts[i], best)

@@ -21,13 +21,14 @@ from limner.data.area_resize import area_resize
 from limner.data.box_augment import BoxAugment, augment
 from limner.data.coco import collate
 from limner.evaluation.confidence import TEST_SEEDS_FROM
-from limner.evaluation.detection import Labeled, TrainedDetector, evaluate, scene_pictures
+from limner.evaluation.detection import Labeled, TrainedDetector, evaluate
 from limner.experiments.report import Finding, experiment
 from limner.experiments.sweep import Result, Sweep, all_above, over_seeds
 from limner.experiments.tiny_models import train_in_memory
 from limner.models.detector import DefaultBoxes, Detector, DetectorConfig, LayoutName
 from limner.objectives.detection import MultiBoxLoss
 from limner.optim.schedules import Constant, Cosine, MultiStep
+from limner.tasks.scene_boxes import SceneBoxes
 from limner.tasks.scenes import SHAPES
 
 SEEDS, QUICK_SEEDS = (10, 11, 12, 13), (0, 1)
@@ -40,7 +41,7 @@ _MEAN, _STD = (torch.tensor(x)[:, None, None] for x in ((0.485, 0.456, 0.406), (
 @cache
 def training_pictures(count: int) -> list[Labeled]:
     """Return the training pictures and their boxes."""
-    return list(scene_pictures(SIZE, count, seed=2))
+    return list(SceneBoxes(SIZE).labeled(count, seed=2))
 
 
 def samples(name: BoxAugment, count: int, pictures: int, seed: int) -> dict[str, Tensor]:
@@ -87,7 +88,7 @@ def trial(
     _, losses = train_in_memory(
         model, MultiBoxLoss(), data, steps=steps, seed=seed, warmup_steps=steps // 20, **settings
     )
-    new_scenes = scene_pictures(SIZE, test, TEST_SEEDS_FROM + 200, "held-out")
+    new_scenes = SceneBoxes(SIZE, "held-out").labeled(test, TEST_SEEDS_FROM + 200)
     row = evaluate(TrainedDetector(model.eval(), list(SHAPES)), new_scenes, "").rows[layout]
     return {"loss": losses, **{metric: row[metric].value for metric in ("mAP@50", "mAP")}}
 

@@ -1,4 +1,4 @@
-"""Training of detectors on synthetic scenes or on a folder in COCO's format, by the one training loop.
+"""Training of detectors on scenes, composites of icons or a folder in COCO's format, by the one training loop.
 
 The presets follow PyTorch's posts on SSD and SSDlite: multi-step schedule and all augmentations for SSD, cosine
 schedule and few augmentations for SSDlite, for as many updates as torchvision's recipes. AdamW replaces SGD.
@@ -17,7 +17,8 @@ from limner.data.box_augment import BoxAugment
 from limner.data.coco import CocoDataset, read_coco
 from limner.data.stream import Dataset, Stream
 from limner.errors import UserError
-from limner.evaluation.detection import TrainedDetector, evaluate, load_detector, scene_pictures
+from limner.evaluation.detection import TrainedDetector, evaluate, load_detector
+from limner.evaluation.icon_composites import IconComposites, is_icons
 from limner.models.detector import LAYOUTS, DetectorConfig, LayoutName
 from limner.numerics.seeding import fold_in
 from limner.objectives.detection import MultiBoxLoss
@@ -25,7 +26,7 @@ from limner.optim.optimizers import AdamWConfig
 from limner.optim.schedules import Cosine, MultiStep
 from limner.progress import progress
 from limner.tasks.scene_boxes import ATTRIBUTES, SceneBoxes
-from limner.tasks.scenes import SHAPES, UNITS
+from limner.tasks.scenes import UNITS
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.train_state import Evaluate, TrainState
@@ -82,7 +83,7 @@ PRESETS: dict[LayoutName, DetectorRecipe] = {
 
 
 def train_detector(recipe: DetectorRecipe, data: str, out: str | Path) -> TrainedDetector:
-    """Train a detector in the folder `out` on "scenes" or on a folder in COCO's format, resuming an earlier run.
+    """Train a detector in the folder `out` on "scenes", icons or a folder in COCO's format, resuming an earlier run.
 
     Raises `UserError` for bad data, and all that `training.loop.train` raises.
     """
@@ -107,16 +108,17 @@ def train_detector(recipe: DetectorRecipe, data: str, out: str | Path) -> Traine
 
 
 def _open(recipe: DetectorRecipe, data: str, size: int) -> tuple[Dataset, list[str], Evaluate | None]:
-    """Return the training data, the names of its classes, and the evaluation on new scenes."""
-    if data != SCENES:
+    """Return the training data, the names of its classes, and the evaluation on new scenes or composites."""
+    if data == SCENES and size % UNITS:
+        raise UserError(f"scenes cannot have {size} pixels per side: choose --layout ssdlite48, ssd48 or ssd300")
+    if data != SCENES and not is_icons(data):
         pictures, classes = read_coco(data)
         return CocoDataset(pictures, size, recipe.augment), classes, None
-    if size % UNITS:
-        raise UserError(f"scenes cannot have {size} pixels per side: choose --layout ssdlite48, ssd48 or ssd300")
+    dataset = SceneBoxes(size) if data == SCENES else IconComposites.open(data, size)
+    classes = dataset.classes
 
     def evaluation(model: Any, step: int) -> Mapping[str, float]:
-        pictures = scene_pictures(size, VALIDATION_SCENES, VALIDATION_SEED)
-        result = evaluate(TrainedDetector(model, list(SHAPES)), pictures, SCENES)
+        result = evaluate(TrainedDetector(model, classes), dataset.labeled(VALIDATION_SCENES, VALIDATION_SEED), data)
         return {name: result.rows[recipe.layout][name].value for name in ("mAP@50", "mAP")}
 
-    return SceneBoxes(size), list(SHAPES), evaluation
+    return dataset, classes, evaluation

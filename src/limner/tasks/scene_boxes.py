@@ -6,12 +6,15 @@ faster than the scene parser (`scene_reader.py`), but not exact.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from PIL import Image, ImageFilter
 from torch import Tensor
 
 from limner.data.coco import collate
+from limner.metrics.detection import BoxSet
 from limner.models.boxes import suppress
 from limner.models.detector import Detections
 from limner.tasks.rendering import render
@@ -24,11 +27,12 @@ from limner.tasks.scenes import (
     UNITS,
     Scene,
     SceneObject,
+    Split,
     sample_dense_scene,
     sample_scene,
 )  # fmt: skip
 
-__all__ = ["ATTRIBUTES", "SceneBoxes", "scene_from_detections", "true_boxes"]
+__all__ = ["ATTRIBUTES", "SceneBoxes", "degrade", "scene_from_detections", "true_boxes"]
 
 ATTRIBUTES = len(FILLS), len(COLORS)
 DENSE_SHARE = 0.3  # of training scenes
@@ -53,8 +57,10 @@ def true_boxes(scene: Scene, size: int) -> tuple[np.ndarray, np.ndarray, np.ndar
 class SceneBoxes:
     """New training scenes of one to four objects, and of up to twelve, with blur and noise as in drawings."""
 
-    def __init__(self, size: int, count: int = 1 << 24) -> None:
+    def __init__(self, size: int, split: Split = "train", count: int = 1 << 24) -> None:
+        self.split: Split = split
         self.size, self.count = size, count
+        self.classes: list[str] = list(SHAPES)
 
     def __len__(self) -> int:
         return self.count
@@ -65,9 +71,9 @@ class SceneBoxes:
         for seed in seeds.tolist():
             rng = np.random.default_rng(seed)
             dense = rng.random() < DENSE_SHARE
-            scene = sample_dense_scene(rng) if dense else sample_scene(rng)
+            scene = sample_dense_scene(rng, split=self.split) if dense else sample_scene(rng, split=self.split)
             boxes, labels, values = true_boxes(scene, self.size)
-            samples.append((_degrade(render(scene, self.size), rng), boxes, labels))
+            samples.append((degrade(render(scene, self.size), rng), boxes, labels))
             attributes.append(torch.from_numpy(values))
         batch = collate(samples)
         batch["attributes"] = torch.zeros(*batch["labels"].shape, 2, dtype=torch.int64)
@@ -75,8 +81,15 @@ class SceneBoxes:
             row[: len(values)] = values
         return batch
 
+    def labeled(self, count: int, seed: int) -> Iterator[tuple[np.ndarray, BoxSet]]:
+        """Yield scenes without blur and noise; scene i depends only on the seed and i."""
+        for i in range(count):
+            scene = sample_scene(np.random.default_rng([seed, i]), split=self.split)
+            boxes, labels, _ = true_boxes(scene, self.size)
+            yield render(scene, self.size), BoxSet(boxes, labels)
 
-def _degrade(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+
+def degrade(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Blur a picture and add noise, both of random strength."""
     radius = rng.uniform(0, MAX_BLUR) * len(picture) / 48
     blurred = np.asarray(Image.fromarray(picture).filter(ImageFilter.GaussianBlur(radius)), np.float32)

@@ -9,9 +9,10 @@ import torch
 from PIL import Image
 
 from limner.cli import main
-from limner.evaluation.detection import evaluate, load_detector, scene_pictures
+from limner.evaluation.detection import evaluate, load_detector
 from limner.metrics.detection import BoxSet
 from limner.models.detector import Detections
+from limner.tasks.scene_boxes import SceneBoxes
 
 FAST = ("--training.batch-size", "4", "--training.warmup-steps", "0", "--training.optimizer.lr", "1e-3")
 
@@ -70,14 +71,14 @@ def test_scenes_train_and_the_loss_falls(tmp_path, layout):
 def test_a_detector_of_scenes_finds_the_objects(tmp_path):
     run = tmp_path / "run"
     assert main(["detector", "scenes", "--out", str(run), "--training.steps", "240"]) == 0
-    result = evaluate(load_detector(run), scene_pictures(48, 200, 1_000, "held-out"), "scenes")
+    result = evaluate(load_detector(run), SceneBoxes(48, "held-out").labeled(200, 1_000), "scenes")
     assert result.rows["ssdlite48"]["mAP@50"].value > 0.97
 
 
 def test_evaluation_counts_what_the_detector_returns(monkeypatch, tmp_path):
     """A model that returns the true boxes is perfect; one that names other classes finds nothing."""
     main(["detector", "scenes", "--out", str(tmp_path / "run"), *FAST, "--training.steps", "1"])
-    trained, pictures = load_detector(tmp_path / "run"), list(scene_pictures(48, 5, 0))
+    trained, pictures = load_detector(tmp_path / "run"), list(SceneBoxes(48).labeled(5, 0))
     truth = [boxes for _, boxes in pictures]
 
     def perfect(pixels, shift=0):
@@ -122,6 +123,6 @@ def test_other_categories_raise_one_sentence(folder, tmp_path, capsys):
 
 
 def test_box_sets_of_scenes_have_labels_from_one():
-    sets = [boxes for _, boxes in scene_pictures(48, 30, 0)]
+    sets = [boxes for _, boxes in SceneBoxes(48).labeled(30, 0)]
     assert all(isinstance(x, BoxSet) and len(x.boxes) == len(x.labels) for x in sets)
     assert set(np.concatenate([x.labels for x in sets]).tolist()) == {1, 2, 3, 4, 5}

@@ -99,8 +99,14 @@ class ScorePairs(SceneOptions):
 class ScoreGenEval(SceneOptions):
     """Draw prompts of GenEval's six tasks with the objects of scenes, and check the best four drawings of each with the
     scene parser. Only what a task is about is checked, such as the colors of two objects. Intervals are 95%, over
-    prompts."""
+    prompts.
 
+    With --data and --detector, the prompts are captions of icons and the task is a single object."""
+
+    data: Annotated[str | None, arg(metavar="DATA")] = None
+    """A data set of `limner data icons`, for a model of icons."""
+    detector: Annotated[str | None, arg(metavar="RUN")] = None
+    """The detector that checks drawings of icons, from `limner detector DATA --out RUN`."""
     prompts: Count = 600
     """Number of prompts, which cycle through the six tasks."""
     candidates: Annotated[int, Range(4, 2**16)] = 16

@@ -23,7 +23,10 @@ from limner.errors import UserError
 from limner.progress import progress
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from limner.evaluation.composition import CaptionCase
+    from limner.evaluation.geneval import Prompt
     from limner.evaluation.report import SheetRow
     from limner.evaluation.result import EvalResult
     from limner.pipeline import TextToImage
@@ -86,16 +89,44 @@ def _score(
 
 def geneval(options: ScoreGenEval) -> Evaluated:
     """GenEval's tasks: objects, counting, colors, position, attribute binding"""
-    from limner.evaluation.geneval import evaluate, sample_prompts
+    from limner.evaluation.geneval import evaluate, read_scenes, sample_prompts
 
-    pipe = _load_scene_model(options.model)
-    prompts = sample_prompts(options.prompts, options.seed, options.split)
+    if options.data or options.detector:
+        pipe, prompts, read = _open_geneval_icons(options)
+    else:
+        pipe, read = _load_scene_model(options.model), read_scenes
+        prompts = sample_prompts(options.prompts, options.seed, options.split)
     with progress("drawing and checking", len(prompts) * options.candidates, unit="drawing") as bar:
         result = evaluate(
-            pipe, prompts, candidates=options.candidates, seed=options.seed, sampler=options.sampler,
+            pipe, prompts, read, candidates=options.candidates, seed=options.seed, sampler=options.sampler,
             folder=options.folder, progress=bar.advance,
         )  # fmt: skip
     return Evaluated(model=pipe.name, about=f"{options.split} combinations", results=[result])
+
+
+def _open_geneval_icons(
+    options: ScoreGenEval,
+) -> tuple[TextToImage, list[Prompt], Callable[[np.ndarray], list[Sequence[Any]]]]:
+    """Return a model of icons, its prompts, and the detector that reads its drawings. Raises `UserError`."""
+    from limner.data.open_source import open_source
+    from limner.evaluation.detection import load_detector
+    from limner.evaluation.geneval import icon_prompts, is_right, read_icons
+    from limner.evaluation.icon_pictures import Icons
+    from limner.pipeline import load
+
+    if not options.data or not options.detector:
+        raise UserError("drawings of icons need --data and --detector: name the data set and a detector trained on it")
+    detector, pipe = load_detector(options.detector), load(options.model)
+    icons = Icons.from_source(open_source(options.data), pipe.dvae.config.size)
+    prompts, real = icon_prompts(icons, options.prompts, options.seed, options.split)
+    if not prompts:
+        raise UserError(f"{options.data} lacks icons of the split {options.split}: choose the other --split")
+    if unknown := {str(prompt.include[0]["class"]) for prompt in prompts} - {*detector.classes}:
+        raise UserError(f"the detector does not know {min(unknown)!r}: train it with `limner detector {options.data}`")
+    read = partial(read_icons, detector)
+    right = sum(is_right(prompt, objects) for prompt, objects in zip(prompts, read(real), strict=True))
+    print(f"the detector finds the subject in {right / len(prompts):.1%} of these {len(prompts):,} icons themselves")
+    return pipe, prompts, read
 
 
 def reconstruction(options: ScoreReconstruction) -> Evaluated:
