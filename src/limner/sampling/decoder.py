@@ -20,6 +20,7 @@ from limner.attention.patterns import Pattern
 from limner.attention.sparse import DenseAttention
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import upcast
+from limner.sampling.window import BF16_STEP_TOKENS, STEP_TOKENS
 
 __all__ = ["TokenDecoder"]
 
@@ -39,6 +40,11 @@ class TokenDecoder:
     @property
     def config(self) -> TransformerConfig:
         return self.model.config
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, whose computation takes as long as its other work (`Window`)."""
+        return BF16_STEP_TOKENS if self.model.embed.image.weight.dtype == torch.bfloat16 else STEP_TOKENS
 
     def prefill(self, text: Int64[Tensor, "B _"], window: int = 1) -> tuple[KVCache, Float[Tensor, "B 1 V"]]:
         """Encode the captions: text [B, T], or [B, T + S] with the tokens of a given picture, -> a cache with one

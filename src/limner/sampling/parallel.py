@@ -50,7 +50,8 @@ class Batch:
 
     def __init__(self, decoder: TokenDecoder, rows: int = 1) -> None:
         self.decoder, (h, self._width) = decoder, decoder.config.grid
-        self._window, self._length = Window(rows, min(decoder.max_window, h * self._width - 1)), h * self._width
+        self._length = h * self._width
+        self._window = Window(rows, min(decoder.max_window, self._length - 1), decoder.step_tokens)
         self._generations: list[Generation] = []  # finished ones leave when requests join, or many rows are free
         self._cache_rows: list[CacheRow | None] = []  # None: of a request that has left
         self._free: list[bool] = []  # True for rows of the cache that requests which join may replace

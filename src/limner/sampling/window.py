@@ -10,14 +10,18 @@ from collections.abc import Sequence
 __all__ = ["Window"]
 
 MAX_TOKENS = 256  # of a step with windows: more take longer on a CPU than they save
-STEP_TOKENS = 30  # a step takes as long as about 30 of its tokens (bundled models, fp32 on a CPU; more in bf16)
+STEP_TOKENS, BF16_STEP_TOKENS = 30, 120  # of a step, whose computation takes as long as its other work, on a CPU
 ACCEPTANCE_RATE = 0.3  # of the running mean of gained tokens
 
 
 class Window:
-    """Running choice of the window for `rows` rows, at most `limit` tokens. `size` is the present choice."""
+    """Running choice of the window for `rows` rows, at most `limit` tokens. `size` is the present choice.
 
-    def __init__(self, rows: int, limit: int) -> None:
+    `step_tokens` is `STEP_TOKENS`, or `BF16_STEP_TOKENS` for weights in bf16.
+    """
+
+    def __init__(self, rows: int, limit: int, step_tokens: int = STEP_TOKENS) -> None:
+        self.step_tokens = step_tokens
         self.size = max(1, min(limit, MAX_TOKENS // rows))
         self.sizes = [w for w in (1, 2, 4, 8) if w < self.size] + [self.size]
         self._gains = [float(w) for w in self.sizes]  # running means of the tokens that a row gains with each
@@ -32,5 +36,5 @@ class Window:
         self._gains[: len(means)] = [
             gain + ACCEPTANCE_RATE * (mean - gain) for gain, mean in zip(self._gains, means, strict=False)
         ]
-        pace = [gain / (STEP_TOKENS + rows * w) for gain, w in zip(self._gains, self.sizes, strict=True)]
+        pace = [gain / (self.step_tokens + rows * w) for gain, w in zip(self._gains, self.sizes, strict=True)]
         self.size = self.sizes[pace.index(max(pace))]
