@@ -128,7 +128,7 @@ def main() -> None:
         peer = llamagen(options.llamagen, config, options.candidates) if options.llamagen else None
         seconds: dict[str, list[float]] = {side: [] for side in sides} | ({"llamagen": []} if peer else {})
         steps = []
-        for seed in range(options.rounds + 1):  # the first round warms up
+        for seed in range(1_000, 1_001 + options.rounds):  # the first round warms up
             for side, draw in sides.items():
                 elapsed, count = draw(seed)
                 seconds[side].append(elapsed)

@@ -1,4 +1,4 @@
-"""The window grows with the guesses that are right, and where a step costs more besides its tokens."""
+"""The window grows with the guesses that are right, and where the work of a step other than its tokens costs more."""
 
 import numpy as np
 import pytest
