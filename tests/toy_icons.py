@@ -44,7 +44,7 @@ def pair(top: Image.Image, bottom: Image.Image) -> Image.Image:
     return whole
 
 
-def write_toy_icons(folder: Path, size: int = 24) -> Path:
+def write_toy_icons(folder: Path, size: int = 24, subjects: list[str] = SUBJECTS) -> Path:
     with ShardWriter(folder) as writer:
 
         def write(image, caption, **meta):
@@ -52,7 +52,7 @@ def write_toy_icons(folder: Path, size: int = 24) -> Path:
             image.save(file, "PNG")
             writer.write(file.getvalue(), [caption, "another phrasing"], meta)
 
-        for subject in SUBJECTS:
+        for subject in subjects:
             for style in STYLES:
                 facts = {"subject": subject, "base": subject, "style": style, "set": style, "tones": []}
                 reason = "combination" if (subject, style) == HELD_OUT else "subject" if subject == UNSEEN else None

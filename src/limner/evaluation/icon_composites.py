@@ -14,6 +14,7 @@ from torch import Tensor
 from limner.data.area_resize import area_resize
 from limner.data.coco import collate
 from limner.data.open_source import open_source
+from limner.errors import UserError
 from limner.evaluation.icon_pictures import Icons
 from limner.metrics.detection import BoxSet
 from limner.tasks.scene_boxes import degrade
@@ -58,8 +59,12 @@ class IconComposites:
 
     @staticmethod
     def open(data: str | Path, size: int, split: str = "train") -> IconComposites:
-        """Read the output of `limner data icons` or `limner data glyphs`. Raises `UserError` for other data."""
-        return IconComposites(Icons.from_source(open_source(str(data)), size), split)
+        """Read the output of `limner data icons` or `limner data glyphs`. Raises `UserError` for other data, or if the
+        split lacks icons whose subjects training pictures show."""
+        composites = IconComposites(Icons.from_source(open_source(str(data)), size), split)
+        if not composites.pictures:
+            raise UserError(f"{data} lacks icons of the split {split!r} with known subjects: choose other data")
+        return composites
 
     def __len__(self) -> int:
         return self.count
@@ -72,7 +77,7 @@ class IconComposites:
 
     def labeled(self, count: int, seed: int) -> Iterator[tuple[np.ndarray, BoxSet]]:
         """Yield composites without blur and noise; composite i depends only on the seed and i."""
-        for i in range(count if self.pictures else 0):
+        for i in range(count):
             picture, boxes, labels = self.compose(np.random.default_rng([seed, i]))
             yield picture, BoxSet(boxes, labels)
 

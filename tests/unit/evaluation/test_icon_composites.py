@@ -9,6 +9,7 @@ import torch
 
 from limner.cli import main
 from limner.data.open_source import open_source
+from limner.errors import UserError
 from limner.evaluation.detection import TrainedDetector, load_detector
 from limner.evaluation.geneval import Found, evaluate, icon_prompts, read_icons
 from limner.evaluation.icon_composites import IconComposites, is_icons
@@ -47,6 +48,13 @@ def test_labels_name_the_subjects_and_held_out_icons_are_apart(data):
     assert held_out.classes == KNOWN and held_out.labels.tolist() == [1 + KNOWN.index(HELD_OUT[0])]
     for (picture, boxes), (again, _) in zip(held_out.labeled(20, 5), held_out.labeled(20, 5), strict=True):
         assert np.array_equal(picture, again) and set(boxes.labels.tolist()) == {1 + KNOWN.index(HELD_OUT[0])}
+
+
+def test_a_split_without_icons_is_refused(tmp_path):
+    data = write_toy_icons(tmp_path / "icons", subjects=[UNSEEN])
+    for split in ("train", "combination"):
+        with pytest.raises(UserError, match=f"lacks icons of the split '{split}' with known subjects"):
+            IconComposites.open(data, 48, split)
 
 
 def test_a_batch_depends_on_its_seeds_alone(data):
