@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from limner.models.detector import DetectorConfig
 from pages import ROOT, add_programs, shell, steps
+from toy_icons import write_toy_icons
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +41,7 @@ def folders(tmp_path_factory):
         add_programs(folder)
     for name in ("photos", "photos-test"):
         _coco_folder(folders["detect"] / name)
+    write_toy_icons(folders["detect"] / "data/icons")
     Image.new("RGB", (144, 144), "gray").save(folders["detect"] / "drawing.png")
     detector = DetectorConfig(layout="ssdlite320", classes=90).build()
     save_file(detector.state_dict(), folders["detect"] / "ssdlite.safetensors")

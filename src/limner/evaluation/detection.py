@@ -40,6 +40,7 @@ from limner.training.checkpoint import load_weights
 
 __all__ = [
     "TrainedDetector", "agreement", "coco_pictures", "detect", "evaluate", "labeled_pictures", "load_detector",
+    "require_classes",
 ]  # fmt: skip
 
 _BATCH = 32

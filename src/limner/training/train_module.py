@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Objective", "StagedObjective", "Trainable"]
+__all__ = ["Objective", "StagedObjective", "Trainable", "frozen_output"]
 
 Batch = Mapping[str, Tensor]
 
