@@ -54,7 +54,6 @@ class CountedDecoder(TokenDecoder):
         return super().step(*arguments)
 
 
-@torch.inference_mode()
 def sampling(decoder: TokenDecoder, text: torch.Tensor, sampler: Sampler, candidates: int, window: int) -> Any:
     """Return a function from a seed to the seconds and the steps of the tokens of one caption."""
     counted = CountedDecoder(decoder, window)

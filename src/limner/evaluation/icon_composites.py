@@ -14,6 +14,7 @@ from torch import Tensor
 from limner.data.area_resize import area_resize
 from limner.data.coco import collate
 from limner.data.open_source import open_source
+from limner.data.shard_writer import SUMMARY
 from limner.errors import UserError
 from limner.evaluation.icon_pictures import Icons
 from limner.metrics.detection import BoxSet
@@ -28,8 +29,8 @@ PLACES = 20  # tried for each icon
 
 
 def is_icons(data: str | Path) -> bool:
-    """Return True for a folder of shards, as `limner data icons` writes them."""
-    return any(Path(data).glob("*.tar"))
+    """Return True for a folder of shards with their summary, as `limner data icons` writes them."""
+    return (Path(data) / SUMMARY).is_file() and any(Path(data).glob("*.tar"))
 
 
 def one_icon(picture: np.ndarray, size: int) -> np.ndarray:

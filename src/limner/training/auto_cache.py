@@ -29,7 +29,7 @@ from limner.data.token_cache import weights_hash
 from limner.errors import UserError
 from limner.training.freezing import Freezing
 from limner.training.hooks import Hook
-from limner.training.train_module import StagedObjective
+from limner.training.train_module import StagedObjective, frozen_output
 from limner.training.train_state import TrainState
 
 __all__ = ["CACHE", "AutoCache"]
@@ -124,7 +124,7 @@ class AutoCache(Hook):
         return x
 
     def _compute(self, model: Any, part: Mapping[str, Tensor]) -> Tensor:
-        return model.run(self.objective.inputs(model, part), 0, self.depth)
+        return frozen_output(self.objective, model, part, self.depth)
 
     def _measure(self, model: Any, sample: bytes, part: Mapping[str, Tensor]) -> None:
         """Decide if activations are read, by timing one sample."""

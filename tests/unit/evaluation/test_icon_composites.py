@@ -57,6 +57,13 @@ def test_a_split_without_icons_is_refused(tmp_path):
             IconComposites.open(data, 48, split)
 
 
+def test_a_folder_in_cocos_format_may_contain_an_archive(tmp_path):
+    (tmp_path / "annotations.json").write_text("{}")
+    (tmp_path / "pictures.tar").touch()
+    assert not is_icons(tmp_path)
+    assert main(["detector", str(tmp_path), "--out", str(tmp_path / "run"), "--layout", "ssdlite48"]) == 2
+
+
 def test_a_batch_depends_on_its_seeds_alone(data):
     composites, seeds = IconComposites.open(data, 48), np.arange(40)
     batch, part = composites.batch(np.arange(40), seeds), composites.batch(np.array([0]), seeds[7:8])

@@ -104,9 +104,10 @@ def test_a_deeper_record_is_computed_from_the_old_one(tmp_path, monkeypatch):
 def test_a_process_that_had_no_frozen_blocks_before_reads_the_records_of_another(tmp_path, monkeypatch):
     """Replicas of a shorter pipeline get the frozen blocks of a process that has already cached a part of them."""
     torch.manual_seed(0)
-    run, data = TrainState(PRIOR.build(), Autoregressive(), CONFIG), numbered_tokens(6)
-    freezing = Freezing(run, Stairs(), 1, lambda metrics: 0.0)
-    caches = [AutoCache(run, freezing, tmp_path, 1 << 20, [data]) for _ in range(2)]
+    model, data = PRIOR.build(), numbered_tokens(6)
+    runs = [TrainState(model, Autoregressive(), CONFIG) for _ in range(2)]
+    run, freezing = runs[0], Freezing(runs[0], Stairs(), 1, lambda metrics: 0.0)
+    caches = [AutoCache(each, freezing, tmp_path, 1 << 20, [data]) for each in runs]
     batch = data.batch(torch.arange(6).numpy(), torch.arange(6).numpy())
     freezing.level = 1.0
     for cache in caches:
