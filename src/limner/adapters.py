@@ -10,6 +10,7 @@ An adapter is a folder in the format of PEFT, read and written without it:
     adapter_model.safetensors   "base_model.model.LAYER.lora_A.weight" and "base_model.model.LAYER.lora_B.weight"
     adapter_config.json         "r", "lora_alpha", "target_modules"; "base_model_name_or_path" names the bundle, and
                                 "revision" is the SHA-256 of its prior.safetensors
+    examples.npy.xz             the pictures that it learned, if the bundle has training pictures (`retrieval.py`)
 
 Adapters are untrusted: names, shapes and number formats are checked against the model before a tensor is read.
 """
@@ -29,6 +30,7 @@ from limner.atomic_io import atomic_folder, atomic_write_bytes, file_hash, requi
 from limner.errors import UserError
 from limner.json_files import read_mapping, write_json
 from limner.quantization.convert import convert
+from limner.retrieval import Examples
 
 __all__ = ["LoRALinear", "add_adapter", "merge", "save"]
 
@@ -67,11 +69,11 @@ def add_adapter(model: nn.Module, rank: int, alpha: float) -> None:
     convert(model.get_submodule("blocks"), lambda layer: LoRALinear(layer, rank, alpha))
 
 
-def save(model: nn.Module, folder: Path, base: str, weights: Path) -> None:
+def save(model: nn.Module, folder: Path, base: str, weights: Path, examples: Examples | None = None) -> None:
     """Write the updates of the model's `LoRALinear` layers atomically, in half precision. Replace an existing adapter.
 
-    `base` names the bundle that the model was read from, and `weights` is its file. Raises `UserError` if the folder
-    has other content or an update is not finite.
+    `base` names the bundle that the model was read from, and `weights` is its file. `examples` are pictures that the
+    model learned to follow. Raises `UserError` if the folder has other content or an update is not finite.
     """
     if folder.exists() and not (folder / CONFIG_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an adapter: name a new folder")
@@ -92,6 +94,8 @@ def save(model: nn.Module, folder: Path, base: str, weights: Path) -> None:
     with atomic_folder(folder) as fresh:
         atomic_write_bytes(fresh / WEIGHTS_FILE, serialize(tensors, {"format": "pt"}))
         write_json(fresh / CONFIG_FILE, config, indent=2)
+        if examples:
+            examples.save(fresh)
 
 
 @torch.no_grad()

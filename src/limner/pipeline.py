@@ -270,9 +270,9 @@ class TextToImage:
     ) -> TextToImage:
         """Read a bundle onto `device` (by default a GPU if available); `settings` are those of `InferenceConfig`.
 
-        `adapter` is the folder of a LoRA adapter of this bundle, which is merged into the prior. `rerank` is a CLIP
-        model of `limner convert clip`: its cosine alone is the score. Raises `UserError` if a part of the bundle, the
-        adapter or the CLIP model is missing, damaged or inconsistent.
+        `adapter` is the folder of a LoRA adapter of this bundle, which is merged into the prior; its pictures join the
+        bundle's. `rerank` is a CLIP model of `limner convert clip`: its cosine alone is the score. Raises `UserError`
+        if a part of the bundle, the adapter or the CLIP model is missing, damaged or inconsistent.
         """
         folder = pretrained.find_bundle(folder)
         models, tokenizer, info = bundles.read(folder)
@@ -280,7 +280,8 @@ class TextToImage:
             adapters.merge(models["prior"], adapter, folder / "prior.safetensors")
         try:
             pipe = cls(**models, tokenizer=tokenizer, info=info, inference_config=InferenceConfig(**settings))
-            pipe.examples = Examples.find(folder, prod(pipe.prior.config.grid), pipe.prior.config.image_vocab)
+            shape = prod(pipe.prior.config.grid), pipe.prior.config.image_vocab
+            pipe.examples = Examples.find(folder, *shape, None if adapter is None else Path(adapter))
         except UserError as error:
             raise UserError(f"{folder}: {error}") from None
         if rerank is not None:

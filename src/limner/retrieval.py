@@ -42,6 +42,12 @@ class Examples:
         self.tokens, self._subjects, self._styles = tokens, _Phrases(subjects), _Phrases(styles)
         self.subjects, self.styles = self._subjects.phrases, self._styles.phrases
 
+    @classmethod
+    def from_captions(cls, tokens: np.ndarray, captions: Sequence[str]) -> Examples:
+        """Return pictures [M, S] by their captions: the subject up to the first comma, the style after it."""
+        subjects, _, styles = zip(*(caption.partition(",") for caption in captions), strict=True)
+        return cls(tokens, subjects, styles)
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -74,11 +80,20 @@ class Examples:
         ours, theirs = (self.tokens[[own[subject] for subject in shared]] for own in (rows, others))
         return float((ours != theirs).mean()) if shared else 1.0
 
+    def select(self, rows: np.ndarray) -> Examples:
+        """Return the pictures of the given rows."""
+        return Examples(self.tokens[rows], *([of[row] for row in rows] for of in (self.subjects, self.styles)))
+
+    def joined(self, other: Examples) -> Examples:
+        """Return these pictures, then the `other` ones."""
+        tokens = np.concatenate([self.tokens, other.tokens.astype(self.tokens.dtype)])
+        return Examples(tokens, self.subjects + other.subjects, self.styles + other.styles)
+
     def renumbered(self, codes: np.ndarray) -> Examples:
         """Return the pictures whose tokens are all among `codes`, with token `codes[k]` as k; `codes` are sorted."""
-        rows = np.flatnonzero(np.isin(self.tokens, codes).all(1))
-        tokens = np.searchsorted(codes, self.tokens[rows]).astype(self.tokens.dtype)
-        return Examples(tokens, *([of[row] for row in rows] for of in (self.subjects, self.styles)))
+        chosen = self.select(np.flatnonzero(np.isin(self.tokens, codes).all(1)))
+        tokens = np.searchsorted(codes, chosen.tokens).astype(self.tokens.dtype)
+        return Examples(tokens, chosen.subjects, chosen.styles)
 
     def save(self, bundle: Path) -> None:
         """Write three arrays atomically, in numpy's format in xz: tokens, then subjects and styles as lines of text."""
@@ -89,8 +104,8 @@ class Examples:
         atomic_write_bytes(bundle / EXAMPLES, lzma.compress(buffer.getvalue()))
 
     @classmethod
-    def find(cls, bundle: Path, positions: int, vocab: int) -> Examples | None:
-        """Read the examples of a bundle, if it has any.
+    def find(cls, bundle: Path, positions: int, vocab: int, adapter: Path | None = None) -> Examples | None:
+        """Read the examples of a bundle, if it has any, and those of an adapter of it.
 
         Raises `UserError` if the file is damaged, or does not fit S `positions` and the vocabulary of image tokens.
         """
@@ -109,7 +124,9 @@ class Examples:
         fits = tokens.dtype.kind in "iu" and tokens.shape == (len(subjects), positions) == (len(styles), positions)
         if not fits or tokens.min(initial=0) < 0 or tokens.max(initial=0) >= vocab:
             raise UserError(f"{path} does not fit the models of the bundle: train or download the bundle again")
-        return cls(tokens, subjects, styles)
+        examples = cls(tokens, subjects, styles)
+        learned = cls.find(adapter, positions, vocab) if adapter else None
+        return examples.joined(learned) if learned else examples
 
 
 class _Phrases:

@@ -101,6 +101,16 @@ def test_renumbered_pictures_have_the_codes_that_are_kept():
     assert (kept.subjects, kept.styles) == (["a", "b"], ["thin", "bold"])
 
 
+def test_pictures_of_captions_are_joined_and_selected():
+    tokens = np.array([[3, 5], [5, 9]], np.int64)
+    learned = Examples.from_captions(tokens, ["Cat,  my  Set", "a dog"])
+    assert (learned.subjects, learned.styles) == (["cat", "a dog"], ["my set", ""])
+    both = pictures("arrow").select(np.array([0, 0])).joined(Examples.from_captions(np.zeros((1, 4)), ["cat, my set"]))
+    assert both.tokens.dtype == np.uint16
+    assert (both.subjects, both.styles) == (["arrow", "arrow", "cat"], ["", "", "my set"])
+    assert both.about("a cat, my set").tolist() == [2]
+
+
 def test_a_drawing_follows_the_picture_that_the_contrastive_model_scores_highest():
     pipe = tiny_pipe(condition_blocks=1)
     pipe.examples, pipe.inference_config = examples(pipe), InferenceConfig(precision=Fp32())

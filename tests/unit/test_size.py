@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src/limner"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
-BUDGET = 45_200  # docs/log/2026-11-30.md, "Budget of 45,200 lines instead of 44,900"
+BUDGET = 45_350  # docs/log/2026-11-30.md, "Budget of 45,350 lines instead of 45,200"
 NESTED = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.AsyncFor, ast.AsyncWith, ast.Match)
 #: Kernels take their arguments one by one.
 KERNELS = ("attention/triton_decode.py", "optim/triton_adamw.py", "quantization/triton_int8.py")

@@ -20,9 +20,9 @@ from limner.validation import Validated
 class Finetune(Validated):
     """Teach a bundle a few new pictures with their captions.
 
-    Half of each batch are drawings of the bundle itself, so that it forgets little. New and ordinary pictures are
-    scored every few steps, training stops by itself, and the best step is kept. The same command resumes after an
-    interruption.
+    Half of each batch are drawings of the bundle itself, or its training pictures, so that it forgets little. New and
+    ordinary pictures are scored every few steps, training stops by itself, and the best step is kept. The same command
+    resumes after an interruption.
     """
 
     bundle: Annotated[Positional[str], arg(metavar="NAME|FOLDER")]
@@ -33,7 +33,7 @@ class Finetune(Validated):
     """Folder of the run, for RUN/adapter and RUN/bundle."""
     ordinary: Annotated[str | None, arg(metavar="FILE|DATA")] = None
     """Captions of the kind that the bundle draws: a text file with one per line, or its training data; by default those
-    of the bundled model `scenes`."""
+    of the bundled model `scenes`. A bundle with training pictures, such as `glyphs`, rehearses these instead."""
     method: Literal[tuple(METHODS)] = LoRA.name  # pyright: ignore[reportInvalidTypeForm]
     """Part of the prior that trains: low-rank updates in a small file (lora), all weights (full), or all weights, of
     which leading blocks freeze (elastic). Its settings are options."""

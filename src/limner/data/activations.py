@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from limner.data.datasets import TokenDataset
+from limner.data.related import RelatedTokenDataset
 from limner.data.stream import Dataset
 from limner.errors import UserError
 
@@ -48,6 +49,8 @@ def check_repeats(dataset: Dataset) -> None:
             "activations are cached for stored tokens only, since pictures encoded in each step may be augmented: "
             "train without the cache"
         )
+    if isinstance(dataset, RelatedTokenDataset):
+        raise UserError("a sample follows another picture in each epoch: set cache_mb to 0")
     if dataset.text.bpe_dropout:
         raise UserError("BPE dropout gives a caption other tokens in each epoch: train without the cache")
 

@@ -47,10 +47,11 @@ _TOP = 5
 _TOLERANCE = 1e-3  # between squared errors to equal icons, from rounding
 
 
-def style_data(icons: Icons, seed: int = 0) -> LabeledIcons:
-    """Return training data of the classifier of styles: at most `_PER_STYLE` training icons of each style."""
+def style_data(icons: Icons, also: Sequence[int] = (), seed: int = 0) -> LabeledIcons:
+    """Return training data of the classifier of styles: at most `_PER_STYLE` icons of each style, of the training icons
+    and the rows `also`."""
     by_style = defaultdict[str, list[int]](list)
-    for i in np.random.default_rng(seed).permutation(icons.references.split_indices("train")).tolist():
+    for i in np.random.default_rng(seed).permutation([*icons.references.split_indices("train"), *also]).tolist():
         by_style[icons.styles[i]].append(i)
     chosen = sorted(i for indices in by_style.values() for i in indices[:_PER_STYLE])
     subjects = ["icon"] * len(chosen)  # one class: the classifier learns styles alone

@@ -6,7 +6,8 @@ A prior that trains on five pictures alone learns them in fifty steps, and draws
 half of each batch are *ordinary samples*: pictures that the start bundle draws, at temperature 1, for captions similar
 to its training captions. This works without the old training data. The pictures are samples of the start's own
 distribution, so the rise of their cross-entropy estimates the Kullback-Leibler divergence of the finetuned prior from
-the start: *forgetting*.
+the start: *forgetting*. A bundle with examples to follow (`retrieval.py`) rehearses these, its training pictures,
+instead of drawings. New pictures follow them as well, and become examples of the finetuned bundle and of the adapter.
 
 Only image tokens have a loss: predicting captions is of no use in drawing, and a new word would dominate the gradient.
 
@@ -19,6 +20,7 @@ parameters of the prior train.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,9 @@ from limner.evaluation.validation import held_out_metrics
 from limner.objectives.autoregressive import Autoregressive
 from limner.pipeline import TextToImage
 from limner.progress import Progress, progress
+from limner.retrieval import Examples
 from limner.runs.finetune_methods import FinetuneConfig
-from limner.runs.ordinary_samples import draw_ordinary, ordinary_captions
+from limner.runs.ordinary_samples import draw_ordinary, following, ordinary_captions, rehearsal
 from limner.training.hooks import Hook
 from limner.training.loop import train
 from limner.training.train_module import Batch
@@ -141,23 +144,54 @@ def finetune(
     source = group_by_split(source).get("train") or Subset(source, [])
     if len(source) == 0:
         raise UserError(f"the split 'train' of {data} is empty: check the key 'split' of its metadata")
-    captions = ordinary_captions(folder, ordinary)
     pipe = TextToImage.from_pretrained(folder)
+    if pipe.examples and ordinary is not None:
+        raise UserError(f"the ordinary samples of {folder} are its own training pictures: leave out --ordinary")
+    captions = None if pipe.examples else ordinary_captions(folder, ordinary)
     with exclusive_lock(out):
-        ordinary_tokens = draw_ordinary(pipe, captions, out / "ordinary.safetensors", config.seed)
-        trained, scored = (
-            _dataset(pipe, ordinary_tokens[rows], [(caption,) for caption in captions[rows]])
-            for rows in (slice(SCORED_SAMPLES, None), slice(SCORED_SAMPLES))
-        )
-        new, start_hash = _encode(pipe, source, out), file_hash(folder / "prior.safetensors")
-        best = _train(pipe, start_hash, new, trained, scored, out, config)
-        tuned = config.finish(pipe, str(start), folder, out)
+        samples = _samples(pipe, source, captions, out, config.seed)
+        best = _train(pipe, file_hash(folder / "prior.safetensors"), samples, out, config)
+        learned = None
+        if pipe.examples:
+            learned = Examples.from_captions(samples.new.tokens, [first for first, *_ in samples.new.captions])
+            pipe.examples = pipe.examples.joined(learned)
+        tuned = config.finish(pipe, str(start), folder, out, learned)
         rows = merge_attributions(tuned.info.get("attribution"), attribution(source))
         kept = {key: value for key, value in tuned.info.items() if key not in _INFO_OF_START}
         about = {"start": str(start), "data": Path(data).name, "samples": len(source), **config.info}
         tuned.info = {**kept, **about, **({"attribution": rows} if rows else {})}
         tuned.save_pretrained(out / "bundle")
     return best
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """New and ordinary samples that train, and those that measure what is learned and forgotten."""
+
+    new: TokenDataset
+    ordinary: TokenDataset
+    measured_new: TokenDataset
+    measured_ordinary: TokenDataset
+
+
+def _samples(
+    pipe: TextToImage, source: Source, captions: list[str] | None, out: Path, seed: int
+) -> _Samples:  # fmt: skip
+    """Return the samples; ordinary ones are drawings of `captions`, or the pipeline's examples if these are None."""
+    new = _encode(pipe, source, out)
+    if captions is None:
+        assert pipe.examples is not None
+        trained, measured = (
+            following(pipe, new.tokens, new.captions, pipe.examples, training) for training in (True, False)
+        )
+        ordinary, measured_ordinary = rehearsal(pipe, pipe.examples, SCORED_SAMPLES)
+        return _Samples(trained, ordinary, measured, measured_ordinary)
+    drawn = draw_ordinary(pipe, captions, out / "ordinary.safetensors", seed)
+    ordinary, measured_ordinary = (
+        _dataset(pipe, drawn[rows], [(caption,) for caption in captions[rows]])
+        for rows in (slice(SCORED_SAMPLES, None), slice(SCORED_SAMPLES))
+    )
+    return _Samples(new, ordinary, new, measured_ordinary)
 
 
 def _dataset(pipe: TextToImage, tokens: Tensor | np.ndarray, captions: Sequence[Sequence[str]]) -> TokenDataset:
@@ -183,29 +217,26 @@ def _encode(pipe: TextToImage, source: Source, out: Path) -> TokenDataset:
     return _dataset(pipe, cache.tokens, cache.captions)
 
 
-def _train(
-    pipe: TextToImage, start_hash: str, new: TokenDataset, trained: TokenDataset, scored: TokenDataset, out: Path,
-    config: FinetuneConfig,
-) -> BestStep:  # fmt: skip
+def _train(pipe: TextToImage, start_hash: str, samples: _Samples, out: Path, config: FinetuneConfig) -> BestStep:
     """Train the pipeline's prior, which then has the weights of the best step."""
     objective, prior = Autoregressive(text_weight=0.0, logit_operands="autocast"), pipe.prior
     measures = {
         name: held_out_metrics(objective, part, _EVALUATION_BATCH, pipe.device)
-        for name, part in (("new", new), ("ordinary", scored))
+        for name, part in (("new", samples.measured_new), ("ordinary", samples.measured_ordinary))
     }
 
     def evaluate(model: Any, step: int) -> Mapping[str, float]:
         return {name: measure(model, step)["image"] for name, measure in measures.items()}
 
     config.prepare(prior)
-    streams = [Stream(new, config.batch_size - config.ordinary_samples, config.seed)]
+    streams = [Stream(samples.new, config.batch_size - config.ordinary_samples, config.seed)]
     if config.ordinary_samples:
-        streams.append(Stream(trained, config.ordinary_samples, config.seed))
+        streams.append(Stream(samples.ordinary, config.ordinary_samples, config.seed))
     record = {**config.record, "model": prior.config, "objective": objective, "start": start_hash}
     with progress("finetuning", config.steps) as bar:
         run = TrainState(prior, objective, config.training, pipe.device)
         best = BestStep(run, evaluate, bar)
-        hooks = [*config.hooks(run, out, [new, trained]), best]
+        hooks = [*config.hooks(run, out, [samples.new, samples.ordinary]), best]
         train(run, MixedStream(*streams), out / "prior", evaluate=evaluate, record=record, hooks=hooks, bar=bar)
     best.restore()
     return best

@@ -21,6 +21,7 @@ from limner.models.transformer import Transformer
 from limner.numerics.seeding import fold_in
 from limner.optim.optimizers import AdamWConfig
 from limner.pipeline import TextToImage
+from limner.retrieval import Examples
 from limner.training.auto_cache import CACHE, AutoCache
 from limner.training.config import TrainConfig
 from limner.training.freezing import Freezing
@@ -86,9 +87,12 @@ class FinetuneConfig(Validated):
         """Return the hooks of the run in the folder `out` on `datasets`."""
         return []
 
-    def finish(self, pipe: TextToImage, start: str, folder: Path, out: Path) -> TextToImage:
+    def finish(
+        self, pipe: TextToImage, start: str, folder: Path, out: Path, learned: Examples | None
+    ) -> TextToImage:  # fmt: skip
         """Write files of the method to `out`, and return the pipeline of the finetuned bundle. `pipe` has the trained
-        prior; `start` names the bundle in `folder` from which training started."""
+        prior; `start` names the bundle in `folder` from which training started. `learned` are the new pictures if the
+        prior follows examples; those of `pipe` contain them."""
         raise NotImplementedError
 
 
@@ -115,8 +119,10 @@ class LoRA(FinetuneConfig):
         torch.manual_seed(fold_in(self.seed))
         adapters.add_adapter(prior, self.rank, alpha=2 * self.rank)
 
-    def finish(self, pipe: TextToImage, start: str, folder: Path, out: Path) -> TextToImage:
-        adapters.save(pipe.prior, out / "adapter", start, folder / "prior.safetensors")
+    def finish(
+        self, pipe: TextToImage, start: str, folder: Path, out: Path, learned: Examples | None
+    ) -> TextToImage:  # fmt: skip
+        adapters.save(pipe.prior, out / "adapter", start, folder / "prior.safetensors", learned)
         return TextToImage.from_pretrained(folder, adapter=out / "adapter")
 
 
@@ -138,7 +144,9 @@ class FullFinetuning(FinetuneConfig):
     def prepare(self, prior: Transformer) -> None:
         prior.requires_grad_(True)
 
-    def finish(self, pipe: TextToImage, start: str, folder: Path, out: Path) -> TextToImage:
+    def finish(
+        self, pipe: TextToImage, start: str, folder: Path, out: Path, learned: Examples | None
+    ) -> TextToImage:  # fmt: skip
         return pipe
 
 
@@ -167,7 +175,9 @@ class ElasticFinetuning(FullFinetuning):
             return [freezing]
         return [freezing, AutoCache(run, freezing, out / CACHE, self.cache_mb << 20, datasets)]
 
-    def finish(self, pipe: TextToImage, start: str, folder: Path, out: Path) -> TextToImage:
+    def finish(
+        self, pipe: TextToImage, start: str, folder: Path, out: Path, learned: Examples | None
+    ) -> TextToImage:  # fmt: skip
         shutil.rmtree(out / CACHE, ignore_errors=True)
         return pipe
 

@@ -1,8 +1,12 @@
-"""Ordinary samples: pictures that a bundle draws for captions similar to its training captions, to finetune it with."""
+"""Ordinary samples, to finetune a bundle with: pictures that it draws for captions similar to its training captions.
+
+A bundle with examples (`retrieval.py`) has its training pictures, so these are its ordinary samples. As in training,
+most samples follow another picture of the same subject, new ones as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,9 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from limner import pretrained
+from limner import pretrained, recipes
 from limner.atomic_io import atomic_write_bytes
+from limner.data.datasets import CaptionEncoding
 from limner.data.open_source import open_source
+from limner.data.related import Related, RelatedTokenDataset
 from limner.data.sample import Rejected, Source
 from limner.data.token_cache import weights_hash
 from limner.errors import UserError
@@ -21,6 +27,7 @@ from limner.json_files import to_json
 from limner.numerics.seeding import fold_in
 from limner.pipeline import TextToImage
 from limner.progress import progress
+from limner.retrieval import Examples
 from limner.sampling.generation_config import Sampler
 from limner.tasks.captions import describe
 from limner.tasks.scenes import sample_scene
@@ -60,6 +67,38 @@ def _first_captions(source: Source) -> Iterator[str]:
     for row in np.linspace(0, len(source), min(len(source), ORDINARY_SAMPLES), endpoint=False).astype(int):
         with suppress(Rejected):
             yield source.captions(int(row))[0]
+
+
+def following(
+    pipe: TextToImage, tokens: np.ndarray, captions: Sequence[Sequence[str]], examples: Examples, training: bool,
+    is_example: bool = False,
+) -> RelatedTokenDataset:  # fmt: skip
+    """Return a dataset of pictures that follow examples of the subject in their first caption.
+
+    With `training` some samples lack the example or the caption, as in the recipe `glyphs`. `is_example` is True if the
+    pictures are the `examples` themselves.
+    """
+    stage, length = recipes.get("glyphs").prior, pipe.prior.config.text_len
+    dropout, share = (stage.caption_dropout, stage.related_share) if training else (0.0, 1.0)
+    encoding = CaptionEncoding(tokenizer=pipe.tokenizer, length=length, caption_dropout=dropout)
+    known, pictures = (
+        [{"subject": subject} for subject in part.subjects]
+        for part in (examples, Examples.from_captions(tokens, [first for first, *_ in captions]))
+    )
+    related = Related(examples.tokens, known, ("subject",), share)
+    return RelatedTokenDataset(tokens, captions, encoding, pictures, related, is_example)
+
+
+def rehearsal(pipe: TextToImage, examples: Examples, scored: int) -> tuple[RelatedTokenDataset, RelatedTokenDataset]:
+    """Return a bundle's examples as ordinary samples that train, and `scored` others that measure forgetting."""
+    rows = np.random.default_rng(0).permutation(len(examples))
+    trained, held_out = examples.select(rows[scored:]), examples.select(rows[:scored])
+
+    def follow(part: Examples, training: bool) -> RelatedTokenDataset:
+        captions = [(part.name(row),) for row in range(len(part))]
+        return following(pipe, part.tokens, captions, trained, training, is_example=training)
+
+    return follow(trained, True), follow(held_out, False)
 
 
 def draw_ordinary(pipe: TextToImage, captions: list[str], path: Path, seed: int) -> Tensor:

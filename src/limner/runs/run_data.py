@@ -144,8 +144,7 @@ class RunData:
             return None
         cache = self._encode(self.train, dvae)
         rows = _evenly_spaced(len(cache), limit)
-        subjects, _, styles = zip(*(cache.captions[row][0].partition(",") for row in rows), strict=True)
-        return Examples(np.asarray(cache.tokens)[rows], subjects, styles)
+        return Examples.from_captions(np.asarray(cache.tokens)[rows], [cache.captions[row][0] for row in rows])
 
     def _encode(self, source: Source, dvae: ImageTokenizer) -> TokenCache:
         """Return the tokens of a source, from the cache or by the dVAE."""

@@ -16,11 +16,13 @@ from limner.evaluation.validation import held_out_metrics
 from limner.json_files import read_json
 from limner.pipeline import load
 from limner.progress import Progress
+from limner.retrieval import Examples
 from limner.runs import finetune as module
 from limner.runs.finetune import PATIENCE, BestStep, MixedStream, finetune
 from limner.runs.finetune_methods import ElasticFinetuning, FullFinetuning, LoRA
-from limner.runs.ordinary_samples import ORDINARY_SAMPLES, ordinary_captions
+from limner.runs.ordinary_samples import ORDINARY_SAMPLES, ordinary_captions, rehearsal
 from limner.tasks.captions import parse
+from limner.text import PAD
 from limner.training.config import TrainConfig
 from limner.training.freezing_rules import ScheduledFreezing
 from limner.training.metrics_log import read_metrics
@@ -147,6 +149,60 @@ def test_a_run_with_another_rank_is_refused(bundle, data, words, tmp_path):
     finetune(bundle, data, tmp_path / "run", LoRA(steps=1, batch_size=2), words)
     with pytest.raises(UserError, match="another adapter.rank"):
         finetune(bundle, data, tmp_path / "run", LoRA(rank=2, steps=1, batch_size=2), words)
+
+
+@pytest.fixture(scope="module")
+def follower(tmp_path_factory):
+    """A bundle whose prior follows one of its training pictures."""
+    pipe = tiny_pipe(sharp=3.0, condition_blocks=1)
+    tokens = np.random.default_rng(0).integers(0, 32, (40, 36), np.uint16)
+    pipe.examples = Examples(tokens, ["cross", "circle"] * 20, [f"style {i // 2}" for i in range(40)])
+    return pipe.save_pretrained(tmp_path_factory.mktemp("bundles") / "follower")
+
+
+@pytest.mark.parametrize("config", [CONFIG, FullFinetuning(steps=6, batch_size=4, score_every=2, lr=5e-3)])
+def test_new_pictures_follow_examples_and_become_some(follower, tmp_path, config):
+    data = tmp_path / "mine"
+    data.mkdir()
+    for i, subject in enumerate(["cross", "circle", "two stars"]):
+        pixels = np.random.default_rng(i).integers(0, 256, (24, 24, 3), np.uint8)
+        Image.fromarray(pixels).save(data / f"{i}.png")
+        (data / f"{i}.txt").write_text(f"{subject}, my set")
+    best = finetune(follower, data, tmp_path / "run", config)
+    assert best.best_row[1] < best.scores[0][1] - 0.05
+    assert not (tmp_path / "run/ordinary.safetensors").exists()  # training pictures instead of drawings
+    tuned = [load(tmp_path / "run")]
+    if config is CONFIG:
+        tuned.append(load(follower, adapter=tmp_path / "run/adapter"))
+    for pipe in tuned:
+        start = load(follower).examples
+        assert pipe.examples.subjects == [*start.subjects, "cross", "circle", "two stars"]
+        assert pipe.examples.styles[-3:] == ["my set"] * 3
+        pictures = np.stack([np.asarray(Image.open(data / f"{i}.png")).transpose(2, 0, 1) for i in range(3)])
+        assert np.array_equal(pipe.examples.tokens[-3:], pipe.dvae.tokenize(torch.from_numpy(pictures)))
+        assert pipe("two stars, my set", candidates=1)[0].settings["follows"] == "two stars, my set"
+    with pytest.raises(UserError, match="leave out --ordinary"):
+        finetune(follower, data, tmp_path / "other", config, str(data))
+    with pytest.raises(UserError, match="set cache_mb to 0"):
+        finetune(follower, data, tmp_path / "elastic", ELASTIC)
+
+
+def test_most_samples_follow_another_example_of_their_subject(follower):
+    pipe = load(follower)
+    trained, measured = rehearsal(pipe, pipe.examples, 8)
+    assert (len(trained), len(measured)) == (32, 8)
+    rows = np.arange(200) % 32
+    batch = trained.batch(rows, np.arange(200, dtype=np.uint64))
+    given = (batch["given"] != PAD).all(1)
+    assert 0.65 < given.float().mean() < 0.85
+    assert (batch["given"] == batch["image"]).all(1).sum() == 0
+    subjects = {tuple(tokens): name for tokens, name in zip(pipe.examples.tokens, pipe.examples.subjects, strict=True)}
+    for image, other in zip(batch["image"][given].tolist(), batch["given"][given].tolist(), strict=True):
+        assert subjects[tuple(image)] == subjects[tuple(other)]
+    every = measured.batch(np.arange(8), np.arange(8, dtype=np.uint64))
+    assert (every["given"] != PAD).all() and (every["text"] != PAD).any(1).all()
+    held_out = {tuple(image) for image in measured.tokens.tolist()}
+    assert not held_out & {tuple(image) for image in trained.tokens.tolist()}
 
 
 def scored(rows):
