@@ -16,7 +16,7 @@ from limner.cli.find_overlap import overlap
 from limner.data.filters import Filters
 from limner.errors import UserError, did_you_mean, escape_control
 from limner.progress import progress
-from limner.tasks import iconify
+from limner.tasks import iconify, svg_folder
 from limner.tasks.build_glyphs import GlyphDataSettings, write_glyphs
 from limner.tasks.build_icons import IconDataSettings, write_icons
 from limner.tasks.build_scenes import SceneDataSettings, write_scenes
@@ -25,6 +25,9 @@ from limner.validation import Range, Validated
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
+
+
+_MAX_NAMED = 4  # styles that `limner data glyphs` prints
 
 
 def main(argv: Sequence[str]) -> None:
@@ -101,7 +104,8 @@ class WriteGlyphs:
     out: Positional[NewFolder]
     """New folder for tar shards."""
     files: Positional[tuple[Path, ...]]
-    """The .tgz of @iconify/json, or single sets: icons.json, or the .tgz of @iconify-json/NAME."""
+    """The .tgz of @iconify/json, or single sets: icons.json, the .tgz of @iconify-json/NAME, or a folder of SVG files,
+    whose name is the style."""
     settings: Annotated[GlyphDataSettings, arg(name="")] = field(default_factory=GlyphDataSettings)
     sets: Annotated[tuple[str, ...], arg(metavar="PREFIX ...")] = ()
     """Prefixes of the sets to use, such as ph lucide; by default all."""
@@ -117,10 +121,11 @@ def glyphs(options: WriteGlyphs) -> None:
 
     def sets() -> Iterator[iconify.IconSet]:
         for path in options.files:
-            for icon_set in iconify.read_sets(path):
+            own = path.is_dir()
+            for icon_set in [svg_folder.read(path)] if own else iconify.read_sets(path):
                 prefixes.add(icon_set.prefix)
                 chosen = not options.sets or icon_set.prefix in options.sets
-                if chosen and _has_usable_license(icon_set, options.all_licenses):
+                if chosen and (own or _has_usable_license(icon_set, options.all_licenses)):
                     yield icon_set
         for name in options.sets:
             if name not in prefixes:
@@ -129,7 +134,9 @@ def glyphs(options: WriteGlyphs) -> None:
     with progress("drawing icons", unit="icon") as bar:
         summary = write_glyphs(options.out, sets(), options.settings, bar.advance)
     _print_summary(options.out, summary)
-    print(f"{summary['subjects']:,} subjects, {len(summary['styles']):,} styles")
+    styles = sorted(summary["styles"])
+    named = f": {', '.join(map(escape_control, styles))}" if len(styles) <= _MAX_NAMED else ""
+    print(f"{summary['subjects']:,} subjects, {len(styles):,} styles{named}")
     print(", ".join(f"{name} {count:,}" for name, count in summary["kinds"].items()))
 
 

@@ -231,6 +231,30 @@ def test_the_pictures_of_square_icons_fill_the_frame(tmp_path):
     assert np.asarray(Image.open(io.BytesIO(sample.image))).max() == 0
 
 
+def test_a_folder_of_svg_files_is_a_set(tmp_path, capsys):
+    folder = tmp_path / "My_icons"
+    (folder / "arrows").mkdir(parents=True)
+    header = '<?xml version="1.0"?><!-- an editor --><svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24">'
+    files = {
+        "cat": bar(1, 2), "BigDog": bar(2, 3), "arrows/arrow-left": bar(3, 4), "arrows/cat": bar(4, 5),
+        "hostile": '<image href="file:///etc/passwd"/>', "brand-cat": bar(5, 5), "empty": "",
+    }  # fmt: skip
+    for name, body in files.items():
+        (folder / f"{name}.svg").write_text(f"{header}{body}</svg>")
+    (folder / "damaged.SVG").write_bytes(b"\xff\xfe<svg")
+    (folder / "notes.txt").write_text("no icon")
+    data_command(["glyphs", str(tmp_path / "data"), str(folder), "--styles", "1", "--size", "24"])
+    printed = capsys.readouterr().out
+    assert "3 subjects, 1 styles: my\n" in printed  # "icons" says nothing
+    for reason in ("another file of the same name", "brand or flag", "SVG that is not XML", "empty drawing", "image"):
+        assert reason in printed
+    samples = list(open_source(tmp_path / "data"))
+    assert {sample.captions[0] for sample in samples} == {"arrow left, my", "big dog, my", "cat, my"}
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match="lacks SVG files"):
+        data_command(["glyphs", str(tmp_path / "other"), str(tmp_path / "none"), "--styles", "1"])
+
+
 def test_the_command_takes_permissive_sets_and_says_what_it_left_out(tmp_path, capsys):
     sets = [
         a_set("one", ["cat", "dog"]),
