@@ -96,6 +96,18 @@ def test_trials_are_packed_and_continued(tmp_path: Path) -> None:
     assert again["rms-predicts"]["seconds"] < first["rms-predicts"]["seconds"] / 4
 
 
+@pytest.mark.slow
+def test_parallel_sampling_takes_fewer_steps_for_the_same_tokens(tmp_path: Path) -> None:
+    results = run("parallel", tmp_path / "out")
+    for n in (1, 2):
+        drawing = results[f"scenes, {n} drawn"]
+        assert [way["tokens that differ"] for way in drawing.values()] == [0, 0, 0]
+        graph, one_by_one, parallel = (way["steps"] for way in drawing.values())
+        assert parallel < one_by_one / 2 == graph / 2
+    assert len(results["scenes, pool of 2"]) == 3
+    assert min(results["scenes, pool of 2"].values()) > 0
+
+
 @pytest.fixture
 def common(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.syspath_prepend(str(FOLDER))
