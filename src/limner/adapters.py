@@ -27,6 +27,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from limner.atomic_io import atomic_folder, atomic_write_bytes, file_hash, require_file
+from limner.blocks import block_lists
 from limner.errors import UserError
 from limner.json_files import read_mapping, write_json
 from limner.quantization.convert import convert
@@ -64,9 +65,10 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapter(model: nn.Module, rank: int, alpha: float) -> None:
-    """Freeze the model, and give each linear layer of its `blocks` an update that trains."""
+    """Freeze the model, and give each linear layer of its lists of blocks an update that trains."""
     model.requires_grad_(False)
-    convert(model.get_submodule("blocks"), lambda layer: LoRALinear(layer, rank, alpha))
+    for blocks in block_lists(model).values():
+        convert(blocks, lambda layer: LoRALinear(layer, rank, alpha))
 
 
 def save(model: nn.Module, folder: Path, base: str, weights: Path, examples: Examples | None = None) -> None:

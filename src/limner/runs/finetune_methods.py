@@ -52,7 +52,7 @@ class FinetuneConfig(Validated):
     steps: Annotated[int, Range(1, 10**7)] = 60
     batch_size: Annotated[int, Range(2, 2**16)] = 16
     ordinary_share: Annotated[float, Range(0, lt=1)] = 0.5
-    lr: Annotated[float, Range(gt=0)] = 2e-3
+    lr: Annotated[float, Range(gt=0)] = 1e-4
     score_every: Annotated[int, Range(1, 10**6)] = 10
     seed: Annotated[int, SEEDS] = 0
 
@@ -105,6 +105,8 @@ class LoRA(FinetuneConfig):
     """
 
     name = "lora"
+    steps: Annotated[int, Range(1, 10**7)] = 100
+    lr: Annotated[float, Range(gt=0)] = 5e-4
     rank: Annotated[int, Range(1, adapters.MAX_RANK)] = 8
 
     @property
@@ -131,7 +133,6 @@ class FullFinetuning(FinetuneConfig):
     """All weights of the prior."""
 
     name = "full"
-    lr: Annotated[float, Range(gt=0)] = 1e-4
 
     @property
     def record(self) -> dict[str, Any]:

@@ -187,6 +187,22 @@ def test_new_pictures_follow_examples_and_become_some(follower, tmp_path, config
         finetune(follower, data, tmp_path / "elastic", ELASTIC)
 
 
+@pytest.mark.parametrize(("count", "scored"), [(3, 0), (19, 0), (20, 2), (45, 4)])
+def test_of_many_new_pictures_one_in_ten_is_scored_and_does_not_train(follower, count, scored, words, tmp_path):
+    pipe = load(follower)
+    tokens = np.random.default_rng(1).integers(0, 32, (count, 36))
+    new = module._dataset(pipe, tokens, [(f"{i} crosses",) for i in range(count)])
+    for captions in (None, [*WORDS * 6]):
+        samples = module._samples(pipe, new, captions, tmp_path, 0)
+        trained, measured = ({tuple(x) for x in part.tokens.tolist()} for part in (samples.new, samples.measured_new))
+        assert trained | measured == {tuple(x) for x in tokens.tolist()}
+        assert len(measured) == (scored or count)
+        assert bool(trained & measured) == (scored == 0)
+        assert [samples.new.captions[i][0] for i in range(len(samples.new))] == [
+            f"{tokens.tolist().index(row)} crosses" for row in samples.new.tokens.tolist()
+        ]
+
+
 def test_most_samples_follow_another_example_of_their_subject(follower):
     pipe = load(follower)
     trained, measured = rehearsal(pipe, pipe.examples, 8)
