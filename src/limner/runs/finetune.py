@@ -183,7 +183,7 @@ def _samples(
     count = len(new) // _HELD_OUT if len(new) >= _MANY else 0
     order = np.random.default_rng(seed).permutation(len(new))
     parts = [
-        (new.tokens[rows], [new.captions[row] for row in rows])
+        (new.tokens[rows], [new.captions[int(row)] for row in rows])
         for rows in (np.sort(order[count:]), np.sort(order[: count or None]))
     ]
     if captions is None:
