@@ -45,6 +45,10 @@ def folders(tmp_path_factory):
     Image.new("RGB", (144, 144), "gray").save(folders["detect"] / "drawing.png")
     detector = DetectorConfig(layout="ssdlite320", classes=90).build()
     save_file(detector.state_dict(), folders["detect"] / "ssdlite.safetensors")
+    (folders["finetune"] / "acme").mkdir()
+    for i, name in enumerate(("arrow-left", "heart", "user")):
+        body = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24"><path d="M4 {4 + i}h16v9H4z"/></svg>'
+        (folders["finetune"] / f"acme/{name}.svg").write_text(body)
     shutil.copytree(ROOT / "bench", folders["finetune"] / "bench", ignore=shutil.ignore_patterns("results", "gpu"))
     return folders
 
